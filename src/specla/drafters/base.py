@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract every drafter implements: draft, observe, reset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specla.topology.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRow:
+    """One running sequence, as a drafter sees it.
+
+    slot: the sequence's place in the state; also the drafter's key for per-sequence memory.
+    tokens: prompt and output so far; the last one is node 0. Read, never kept or changed.
+    num_prompt_tokens: how many of `tokens` are the prompt.
+    max_drafts: most nodes below node 0 this round (0 is possible: draft nothing).
+    seed: the request's noise seed (a drafter may use it for coupled sampling).
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    num_prompt_tokens: int
+    max_drafts: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What became of one row's tree: the committed path (node indices from node 0 down, the path
+    may have been cut by an end) and the tokens emitted this round, the last one the next node 0."""
+
+    slot: int
+    tree: DraftTree
+    path: tuple[int, ...]
+    emitted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterInfo:
+    """Capabilities, declared once and checked at load.
+
+    name: what reports print. max_depth: deepest draft it can propose. may_return_nothing: an
+    ordinary round of one node can happen.
+    """
+
+    name: str
+    max_depth: int
+    may_return_nothing: bool
+
+
+class Drafter(Protocol):
+    """Who guesses. A wrong guess costs time, never correctness."""
+
+    info: DrafterInfo
+
+    def draft(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
+        """One tree per row, node 0 = the row's last token, at most 1 + max_drafts nodes."""
+        ...
+
+    def observe(self, seen: Sequence[Observation]) -> None:
+        """Learn what was committed. Called once per round, after commit, for every live row."""
+        ...
+
+    def reset(self, slot: int) -> None:
+        """Forget everything about a slot (rule I6). Called before a slot is reused."""
+        ...

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract every checkpoint family implements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, device, dtype
+
+from specla.ops.contract import RecurrentShape, RoundPlan
+from specla.state import State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the engine and drafters may know about a target. No tensors.
+
+    fingerprint: hex digest of config and weight index, names the target in drafter configs.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_parameters: int
+    weight_bytes: int
+    recurrent: RecurrentShape
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+
+
+class TargetModel(Protocol):
+    """A checkpoint, loaded. Calls never allocate per-sequence memory: State owns it."""
+
+    info: ModelInfo
+    device: device
+    dtype: dtype
+
+    def prefill(self, tokens: Sequence[int], slot: int, state: State) -> None:
+        """Advance `slot` over `tokens` (one chunk of the prompt, in order): S, tail, durable_len.
+
+        The slot's log must be empty. Bits depend on the chunk's own tokens and length only.
+        """
+        ...
+
+    def verify(self, plan: RoundPlan, state: State) -> Tensor:
+        """Logits [M, vocab] float32 of every node of every tree in `plan`."""
+        ...
+
+    def check_rows(self, max_rows: int) -> None:
+        """Find, for each operation, a form whose bits do not depend on row count or position.
+
+        Raises:
+            ExactnessUnavailable: no such form exists here; the message names the operation.
+        """
+        ...
