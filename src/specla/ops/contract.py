@@ -3,8 +3,8 @@
 
 Letters: B rows, M nodes of all rows laid end to end, N nodes of one tree, H key heads, G value
 heads (G % H == 0; value head h reads key head h // (G // H)), K key dim, V value dim, W conv
-width, C conv channels (2 H K + G V, ordered q | k | v), R log capacity, L layers, D model width.
-State is [slots, G, V, K] float32, K contiguous (fla's V-first).
+width, C conv channels (2 H K + G V, ordered q | k | v), R log capacity, E log entries
+(R + 2 N), L layers, D model width. State is [slots, G, V, K] float32, K contiguous (V-first).
 
     u_i = beta_i (v_i - e^{g_i} S_parent k_i)     S_i = e^{g_i} S_parent + u_i k_i^T
     o_i = S_i q_i   (q already scaled by K^-1/2)
@@ -41,7 +41,7 @@ class Factors(NamedTuple):
     """What one token adds to a layer: enough to replay its update without the projections.
 
     k [..., H, K] normalised key, u [..., G, V] corrected value, g [..., G] log decay <= 0;
-    all float32. Leading axes say where the record lives (nodes, ring, bank).
+    all float32. Leading axes say where the record lives.
     """
 
     k: Tensor
@@ -52,61 +52,83 @@ class Factors(NamedTuple):
 class LayerState(NamedTuple):
     """Views of one layer of State; every tensor's first axis is the slot.
 
-    S [slots, G, V, K] float32; ring Factors [slots, R, ...]; bank Factors [slots, 2, N, ...];
-    tail [slots, 2, W-1, C] raw conv inputs, oldest first; inputs [slots, 2, N, C] raw conv
-    inputs of the candidates; tail and inputs in the activation dtype.
+    S [slots, G, V, K] float32. factors [slots, E, ...]: entries 0..R-1 are the ring, then
+    candidate bank 0 (N entries), then bank 1. tail [slots, 2, W-1, C]: the raw conv inputs of
+    the last W - 1 committed tokens, oldest first. inputs [slots, 2, N, C]: the candidates' raw
+    conv inputs. tail and inputs are in the activation dtype.
     """
 
     S: Tensor
-    ring: Factors
-    bank: Factors
+    factors: Factors
     tail: Tensor
     inputs: Tensor
 
 
 class Level(NamedTuple):
-    """All nodes of one depth, over all rows. `nodes` [n] index the flat node axis M; `source`
-    [n] index the previous level's states (at depth 0: the rows)."""
+    """All nodes of one depth, over all rows. nodes [n] index the flat node axis M; source [n]
+    index the previous level's states (at depth 0: the rows)."""
 
     nodes: Tensor
     source: Tensor
+
+
+class Replay(NamedTuple):
+    """The j-th log entry of every row whose log is longer than j: rows [n], slots [n],
+    entries [n]; `all_rows` is set where no row is left out."""
+
+    rows: Tensor
+    slots: Tensor
+    entries: Tensor
+    all_rows: bool
+
+
+class Moves(NamedTuple):
+    """Log entries that verify copies from the candidate bank to the ring as it passes them."""
+
+    slots: Tensor
+    source: Tensor
+    target: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
     """Everything a verify needs to know, fixed before layer 0 and shared by all layers.
 
-    The log of row b is ring[:ring_len[b]] followed by bank[read_bank[b], path[b, :path_len[b]]].
-    Verify replays it on the live state, folds it into S where `fold`, else appends the path's
-    part to the ring; it writes candidates' factors, conv inputs and the new tail to bank
-    1 - read_bank. Nothing a rejected branch could reach is written.
+    Verify replays each row's log on the live state, folds it into S where `fold`, else moves the
+    path's entries to the ring; it writes candidates' factors, conv inputs and the new tail to
+    bank `1 - read_bank`. Nothing a rejected branch could reach is written, and every entry
+    written is one that no row of this round reads.
 
-    Flat nodes are row-major: node i of row b is at `offsets[b] + i`.
+    Flat nodes are row-major: node i of row b is at offsets[b] + i.
 
-    Attributes:
-        slots, read_bank, ring_len, path_len, num_nodes: int64 [B].
-        path: int64 [B, P], entries past path_len are 0 and never read.
-        fold: bool [B].
-        row, index: int64 [M], the row of each flat node and its index in the row's tree.
-        parent: int64 [M], flat index of each node's parent; -1 for roots.
-        ancestors: int64 [M, W-1], conv history of each node, nearest first: values >= 0 are
-            flat nodes, -1 is the tail's newest entry, -2 the one before, and so on.
+    Attributes (Tensors are int64 unless said):
+        slots [B], read_bank [B].
+        replay: the log, entry by entry, in order.
+        fold_rows [F], fold_slots [F]: the rows whose S is written.
+        moves: entries that become part of the ring, or None.
+        tokens [M], node_slot [M], node_index [M]: token, slot and index in its tree of each
+            flat node.
+        write_bank [M], write_entry [M]: where each node's record goes.
         levels: nodes by depth.
-        offsets: host ints, [B + 1].
-        trees: the rows' trees, host side.
+        tail_source [B, W-1]: the new tail, as indices into (old tail | inputs of read_bank).
+        taps [M, W]: conv taps of each node, oldest first, as indices into (new tails of all
+            rows, row-major | flat nodes).
+        offsets [B + 1], trees [B]: host side.
     """
 
     slots: Tensor
     read_bank: Tensor
-    ring_len: Tensor
-    path: Tensor
-    path_len: Tensor
-    fold: Tensor
-    num_nodes: Tensor
-    row: Tensor
-    index: Tensor
-    parent: Tensor
-    ancestors: Tensor
+    replay: tuple[Replay, ...]
+    fold_rows: Tensor
+    fold_slots: Tensor
+    moves: Moves | None
+    tokens: Tensor
+    node_slot: Tensor
+    node_index: Tensor
+    write_bank: Tensor
+    write_entry: Tensor
     levels: tuple[Level, ...]
+    tail_source: Tensor
+    taps: Tensor
     offsets: tuple[int, ...]
     trees: tuple[DraftTree, ...]

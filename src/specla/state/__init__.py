@@ -1,1 +1,226 @@
 # SPDX-License-Identifier: Apache-2.0
+"""State: what survives a round, for every slot. One object per engine.
+
+Per layer and slot: a durable base S, a log of accepted tokens' factors not yet in it, two
+banks for candidates, a conv tail. `begin` fixes the round, the model's verify fills the bank,
+`commit` moves cursors. No state is copied, nothing is ever undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specla.errors import CapacityExceeded, ConfigError
+from specla.ops.contract import Factors, LayerState, RecurrentShape, RoundPlan
+from specla.ops.gdn.reference import fold
+from specla.ops.norm import compute_dtype
+from specla.state.log import Log
+from specla.state.plan import compile_round
+from specla.state.slots import SlotPool
+from specla.topology.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes by purpose: over all layers, of one slot. `candidate` is one tree node."""
+
+    base: int
+    log: int
+    candidates: int
+    conv: int
+    candidate: int
+    candidate_conv: int
+    total: int
+
+
+class State:
+    """Recurrent state of `num_slots` sequences (slot 0 is padding and exists besides).
+
+    Args:
+        shape: the model's recurrent layers.
+        num_slots: sequences that can run at once.
+        max_nodes: N, most nodes of one tree, node 0 included.
+        log_capacity: R, ring entries; 0 folds every round.
+        fold_threshold: a fold is due when the log is longer; None means R.
+        dtype: the activations' (conv inputs); factors and S are float32 (float64 if it is).
+
+    Raises:
+        ConfigError: a size is out of range.
+    """
+
+    def __init__(
+        self,
+        shape: RecurrentShape,
+        *,
+        num_slots: int,
+        max_nodes: int,
+        log_capacity: int = 0,
+        fold_threshold: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        threshold = log_capacity if fold_threshold is None else fold_threshold
+        _check_sizes(num_slots, max_nodes, log_capacity, threshold)
+        self.shape, self.max_nodes = shape, max_nodes
+        self.log_capacity, self.fold_threshold = log_capacity, threshold
+        self.pool = SlotPool(num_slots)
+        self.device = torch.device(device)
+        self._dtype = dtype
+        self.layers = [self._new_layer() for _ in range(shape.num_layers)]
+        self.logs = [self._new_log() for _ in range(num_slots + 1)]
+
+    def acquire(self) -> int:
+        """A fresh slot: empty state, nothing of any earlier request (rule I6)."""
+        return self.pool.acquire()
+
+    def release(self, slot: int) -> None:
+        """Give a slot back, erased."""
+        self.pool.release(slot)
+        self.reset(slot)
+
+    def reset(self, slot: int) -> None:
+        """Back to the empty sequence: every tensor of the slot is zeroed."""
+        for layer in self.layers:
+            for tensor in (layer.S, *layer.factors, layer.tail, layer.inputs):
+                tensor[slot].zero_()
+        self.logs[slot] = self._new_log()
+
+    def fork(self, slot: int) -> int:
+        """A new slot that continues from the same committed state."""
+        copy = self.acquire()
+        for layer in self.layers:
+            for tensor in (layer.S, *layer.factors, layer.tail, layer.inputs):
+                tensor[copy] = tensor[slot]
+        self.logs[copy] = Log(**{name: getattr(self.logs[slot], name) for name in Log.__slots__})
+        return copy
+
+    def begin(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> RoundPlan:
+        """Fix one round over these slots. Nothing moves until `commit`.
+
+        Raises:
+            CapacityExceeded: a tree has more than `max_nodes` nodes.
+        """
+        assert slots, "a round needs at least one row"
+        assert len(set(slots)) == len(slots) == len(trees), "one row per slot"
+        for slot, tree in zip(slots, trees, strict=True):
+            assert self.pool.in_use(slot), f"slot {slot} is free"
+            if tree.num_nodes > self.max_nodes:
+                raise CapacityExceeded(
+                    f"a tree may have {self.max_nodes} nodes (max_nodes), slot {slot}'s has "
+                    f"{tree.num_nodes}; draft less or raise max_nodes"
+                )
+        return compile_round(
+            slots,
+            [self.logs[slot] for slot in slots],
+            trees,
+            conv_width=self.shape.conv_width,
+            device=self.device,
+        )
+
+    def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """End the round that `begin` fixed: each row's accepted path becomes its log's tail.
+
+        paths[b]: node indices from node 0 down, never empty.
+        """
+        for slot, path in zip(slots, paths, strict=True):
+            assert path and path[0] == 0, f"a path starts at node 0, slot {slot} got {path}"
+            self.logs[slot].commit(tuple(path))
+
+    def advance(self, slot: int, num_tokens: int) -> None:
+        """Account for a prefill that has written S and tail directly."""
+        log = self.logs[slot]
+        assert log.log_len == 0, "prefill needs an empty log"
+        log.durable_len += num_tokens
+
+    def tail(self, layer: int, slot: int) -> Tensor:
+        """The conv tail a prefill reads and writes, [W-1, C] (a view)."""
+        return self.layers[layer].tail[slot, self.logs[slot].bank]
+
+    def materialise(self, slot: int) -> None:
+        """Fold the whole log into S and the tail, outside any round."""
+        log = self.logs[slot]
+        for layer, (S, tail) in zip(self.layers, self.committed_state(slot), strict=True):
+            layer.S[slot], layer.tail[slot, log.bank] = S, tail
+        log.folded()
+
+    def committed_state(self, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """What the committed tokens amount to, per layer: (S [G, V, K] with the log folded in,
+        tail [W-1, C] with the path's inputs shifted in). Reads only."""
+        log = self.logs[slot]
+        entries = torch.tensor(log.entries(), dtype=torch.int64, device=self.device)
+        nodes = torch.tensor(log.path, dtype=torch.int64, device=self.device)
+        folded = []
+        for layer in self.layers:
+            factors = Factors(*(store[slot, entries] for store in layer.factors))
+            inputs = torch.cat([layer.tail[slot, log.bank], layer.inputs[slot, log.bank, nodes]])
+            tail = inputs[inputs.shape[0] - self.shape.conv_width + 1 :]
+            folded.append((fold(layer.S[slot].clone(), factors), tail.clone()))
+        return folded
+
+    def check_integrity(self) -> None:
+        """Assert I1 and the cursors' ranges on every slot; free slots must be empty (I6)."""
+        for slot, log in enumerate(self.logs):
+            assert log.durable_len + log.log_len == log.committed_len
+            assert 0 <= log.ring_len <= self.log_capacity
+            assert all(0 <= node < self.max_nodes for node in log.path)
+            if not self.pool.in_use(slot):
+                assert log == self._new_log(), f"free slot {slot} has a log"
+
+    def bytes(self) -> StateBytes:
+        """Bytes of one slot over all layers, measured on the tensors."""
+        layer, layers = self.layers[0], self.shape.num_layers
+        entry = sum(store[0, 0].nbytes for store in layer.factors) if self.num_entries else 0
+        conv = layer.tail[0].nbytes + layer.inputs[0].nbytes
+        return StateBytes(
+            base=layers * layer.S[0].nbytes,
+            log=layers * entry * self.log_capacity,
+            candidates=layers * entry * 2 * self.max_nodes,
+            conv=layers * conv,
+            candidate=layers * entry,
+            candidate_conv=layers * layer.inputs[0, 0, 0].nbytes,
+            total=sum(t[0].nbytes for x in self.layers for t in (x.S, *x.factors, x.tail, x.inputs)),
+        )
+
+    @property
+    def num_entries(self) -> int:
+        """E: ring and both candidate banks."""
+        return self.log_capacity + 2 * self.max_nodes
+
+    def _new_log(self) -> Log:
+        return Log(self.log_capacity, self.max_nodes, self.fold_threshold)
+
+    def _new_layer(self) -> LayerState:
+        s, slots, nodes = self.shape, self.pool.num_slots + 1, self.max_nodes
+        wide, entries = compute_dtype(self._dtype), (self.pool.num_slots + 1, self.num_entries)
+
+        def zeros(*size: int, dtype: torch.dtype = wide) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        return LayerState(
+            S=zeros(slots, s.num_value_heads, s.value_dim, s.key_dim),
+            factors=Factors(
+                zeros(*entries, s.num_key_heads, s.key_dim),
+                zeros(*entries, s.num_value_heads, s.value_dim),
+                zeros(*entries, s.num_value_heads),
+            ),
+            tail=zeros(slots, 2, s.conv_width - 1, s.conv_channels, dtype=self._dtype),
+            inputs=zeros(slots, 2, nodes, s.conv_channels, dtype=self._dtype),
+        )
+
+
+def _check_sizes(num_slots: int, max_nodes: int, capacity: int, threshold: int) -> None:
+    for name, value, least in (
+        ("max_slots", num_slots, 1),
+        ("max_nodes", max_nodes, 1),
+        ("log_capacity", capacity, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} must be >= {least}, got {value}")
+    if not 0 <= threshold <= capacity:
+        raise ConfigError(
+            f"fold_threshold must be between 0 and log_capacity ({capacity}), got {threshold}"
+        )

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder stack of a pure Gated DeltaNet model: one forward for prefill and verify.
+
+    x <- x + o_proj(gated_norm(delta_rule(conv(in_proj(norm(x))))))
+    x <- x + down(swiglu(gate_up(norm(x))))
+
+Rows are nodes (verify) or prompt tokens (prefill); everything outside the convolution and the
+recurrence acts on one row at a time. No positions anywhere: only the parent chain matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specla.errors import ExactnessUnavailable
+from specla.ops import conv, gdn
+from specla.ops.contract import LayerState, RecurrentShape, RoundPlan
+from specla.ops.gdn import reference
+from specla.ops.linear import Linear
+from specla.ops.norm import gated_rms_norm, rms_norm, swiglu
+from specla.state import State
+from specla.topology.tree import DraftTree
+
+Convolve = Callable[[Tensor, Tensor], Tensor]
+Recur = Callable[[gdn.Inputs], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWeights:
+    """One layer, projections fused.
+
+    in_proj [2 H K + G V (+ G V with a gate) + 2 G, D], rows ordered q | k | v | (gate) | a | b;
+    conv [C, W]; A [G] = -exp(A_log) and dt_bias [G] in compute dtype; o_norm [V];
+    o_proj [D, G V]; gate_up [2 I, D]; down [D, I]; attn_norm, mlp_norm [D].
+    """
+
+    attn_norm: Tensor
+    in_proj: Tensor
+    conv: Tensor
+    A: Tensor
+    dt_bias: Tensor
+    o_norm: Tensor
+    o_proj: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """embeddings [vocab, D], norm [D], head [vocab, D] (the same tensor where tied), blocks."""
+
+    embeddings: Tensor
+    blocks: tuple[BlockWeights, ...]
+    norm: Tensor
+    head: Tensor
+
+
+class Block:
+    """One layer's forward."""
+
+    def __init__(
+        self, w: BlockWeights, shape: RecurrentShape, *, eps: float, gated: bool, beta_scale: float
+    ) -> None:
+        self._w, self._shape, self._eps = w, shape, eps
+        self._gated, self._beta_scale = gated, beta_scale
+        self.linears = {
+            "in_proj": Linear(w.in_proj),
+            "o_proj": Linear(w.o_proj),
+            "gate_up": Linear(w.gate_up),
+            "down": Linear(w.down),
+        }
+
+    def __call__(self, x: Tensor, convolve: Convolve, recur: Recur) -> Tensor:
+        """x [M, D] -> [M, D]."""
+        w = self._w
+        x = x + self._mix(rms_norm(x, w.attn_norm, self._eps), convolve, recur)
+        hidden = self.linears["gate_up"](rms_norm(x, w.mlp_norm, self._eps))
+        return x + self.linears["down"](swiglu(hidden))
+
+    def _mix(self, x: Tensor, convolve: Convolve, recur: Recur) -> Tensor:
+        w, s = self._w, self._shape
+        heads, values = s.num_value_heads, s.num_value_heads * s.value_dim
+        sizes = [s.conv_channels, values if self._gated else 0, heads, heads]
+        qkv, gate, a, b = self.linears["in_proj"](x).split(sizes, dim=-1)
+        x_in = gdn.inputs(
+            convolve(qkv, w.conv),
+            a,
+            b,
+            A=w.A,
+            dt_bias=w.dt_bias,
+            shape=s,
+            beta_scale=self._beta_scale,
+        )
+        z = gate.unflatten(-1, (heads, s.value_dim)) if self._gated else None
+        o = gated_rms_norm(recur(x_in), z, w.o_norm, self._eps)
+        return self.linears["o_proj"](o.to(x.dtype).flatten(1))
+
+
+class Decoder:
+    """Embedding, blocks, final norm, head.
+
+    Implements `prefill`, `verify` and `check_rows` of the model contract.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        shape: RecurrentShape,
+        *,
+        eps: float,
+        gated: bool = True,
+        beta_scale: float = 1.0,
+    ) -> None:
+        self._weights, self._shape, self._eps = weights, shape, eps
+        self.blocks = [
+            Block(w, shape, eps=eps, gated=gated, beta_scale=beta_scale) for w in weights.blocks
+        ]
+        self.head = Linear(weights.head)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Sequence[int], slot: int, state: State) -> None:
+        """Advance `slot` over one chunk of its prompt (see the model contract)."""
+        device = self._weights.embeddings.device
+        x = self._weights.embeddings[torch.tensor(tokens, dtype=torch.int64, device=device)]
+        for i, block in enumerate(self.blocks):
+            layer, tail = state.layers[i], state.tail(i, slot)
+            x = block(x, partial(_prefill_conv, tail), partial(_prefill_recur, layer, slot))
+        state.advance(slot, len(tokens))
+
+    @torch.inference_mode()
+    def verify(self, plan: RoundPlan, state: State) -> Tensor:
+        """Logits [M, vocab] in compute dtype of every node of every tree."""
+        x = self._weights.embeddings[plan.tokens]
+        for block, layer in zip(self.blocks, state.layers, strict=True):
+            x = block(
+                x,
+                partial(conv.verify, layer, plan),
+                partial(reference.verify, layer, plan),
+            )
+        logits = self.head(rms_norm(x, self._weights.norm, self._eps))
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def check_rows(self, max_rows: int) -> None:
+        """Make every product row-invariant, then try the whole forward (see the contract)."""
+        for i, block in enumerate(self.blocks):
+            for name, linear in block.linears.items():
+                linear.check(f"layers.{i}.{name}")
+        self.head.check("head")
+        self._check_forward(max_rows)
+
+    def _check_forward(self, max_rows: int) -> None:
+        """One node alone and as a leaf of a star must have the same logits, bit for bit."""
+        leaves = min(max_rows, self._weights.head.shape[0] - 1)
+        state = State(
+            self._shape,
+            num_slots=2,
+            max_nodes=leaves + 1,
+            dtype=self._weights.embeddings.dtype,
+            device=self._weights.embeddings.device,
+        )
+        star = DraftTree(tuple(range(leaves + 1)), (-1,) + (0,) * leaves)
+        slots = [state.acquire(), state.acquire()]
+        many = self.verify(state.begin(slots, [star, star]), state)
+        for leaf in {1, leaves // 2 + 1, leaves}:
+            slot = slots[0]
+            state.reset(slot)
+            chain = DraftTree((0, leaf), (-1, 0))
+            alone = self.verify(state.begin([slot], [chain]), state)
+            for at in (leaf, leaves + 1 + leaf):
+                if not torch.equal(alone[1], many[at]):
+                    raise ExactnessUnavailable(
+                        "exact mode needs a forward whose bits do not depend on row count; the "
+                        f"logits of one node differ between 2 and {len(many)} rows although "
+                        "every product agrees; use mode plain without a drafter"
+                    )
+
+
+def _prefill_conv(tail: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    y, tail[:] = conv.prefill(x, weight, tail)
+    return y
+
+
+def _prefill_recur(layer: LayerState, slot: int, x: gdn.Inputs) -> Tensor:
+    o, layer.S[slot] = reference.prefill(layer.S[slot], x)
+    return o

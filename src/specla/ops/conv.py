@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depthwise causal convolution of width W along tree paths, then SiLU.
+
+A node's window is its own raw input and those of its W - 1 nearest *ancestors*, falling into
+the slot's tail above the root; never its neighbour in node order, which may be a sibling. One
+accumulation order (oldest tap first) serves one token and many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specla.ops.contract import LayerState, RoundPlan
+from specla.ops.norm import compute_dtype
+from specla.ops.pointwise import silu
+
+
+def _weighted(taps: list[Tensor], weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """silu(sum_j w[:, j] * taps[j]), accumulated in compute dtype, oldest tap first."""
+    acc_dtype = compute_dtype(dtype)
+    columns = weight.to(acc_dtype).unbind(1)
+    y = taps[0].to(acc_dtype) * columns[0]
+    for tap, column in zip(taps[1:], columns[1:], strict=True):
+        y = y + tap.to(acc_dtype) * column
+    return silu(y).to(dtype)
+
+
+def prefill(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, C] raw inputs, weight [C, W] (last column on the current token), tail [W-1, C].
+
+    Returns (y [T, C], new tail [W-1, C]).
+    """
+    length, width = x.shape[0], weight.shape[1]
+    history = torch.cat([tail, x])
+    taps = [history[j : j + length] for j in range(width)]
+    return _weighted(taps, weight, x.dtype), history[length:].clone()
+
+
+def verify(layer: LayerState, plan: RoundPlan, x: Tensor, weight: Tensor) -> Tensor:
+    """x [M, C] raw inputs of every node, weight [C, W] -> y [M, C].
+
+    Also advances the tail over the committed path and records x in the candidate bank.
+    """
+    old = torch.cat(
+        [layer.tail[plan.slots, plan.read_bank], layer.inputs[plan.slots, plan.read_bank]], dim=1
+    )
+    rows = torch.arange(old.shape[0], device=old.device).unsqueeze(1)
+    tail = old[rows, plan.tail_source]
+    layer.tail[plan.slots, 1 - plan.read_bank] = tail
+    layer.inputs[plan.node_slot, plan.write_bank, plan.node_index] = x
+    history = torch.cat([tail.flatten(0, 1), x])
+    return _weighted([history[tap] for tap in plan.taps.unbind(1)], weight, x.dtype)

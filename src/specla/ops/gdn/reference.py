@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule in torch: the definition, and what runs on a CPU.
+
+`step` and `replay` are the only two places that touch a state token by token. Both are built
+from elementwise products and a sum over the contiguous key axis: none of these change their
+bits with the number of states they run on, where einsum does (rule I4). `prefill` uses the
+chunked form and is exact only in the sense that its bits depend on the prompt alone.
+
+Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3; SpecLA (arXiv
+2607.16673), section 4, for trees and delayed commit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specla.ops.contract import Factors, LayerState, RoundPlan
+
+CHUNK = 64
+
+
+class Inputs(NamedTuple):
+    """Per-token inputs of one layer, compute dtype; leading axis M (nodes) or T (tokens).
+
+    q [M, H, K] normalised and scaled by K^-1/2, k [M, H, K] normalised, v [M, G, V],
+    g [M, G] log decay, beta [M, G].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+def per_value_head(x: Tensor, num_value_heads: int) -> Tensor:
+    """[..., H, K] -> [..., G, K]: value head h reads key head h // (G // H)."""
+    repeats = num_value_heads // x.shape[-2]
+    return x if repeats == 1 else x.repeat_interleave(repeats, dim=-2)
+
+
+def step(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """One token. S [..., G, V, K], k [..., G, K], v [..., G, V], g and beta [..., G].
+
+    Decay first, then the delta against the decayed state. Returns (new S, u [..., G, V]).
+    """
+    k = k.unsqueeze(-2)
+    S = S * torch.exp(g)[..., None, None]
+    u = beta.unsqueeze(-1) * (v - (S * k).sum(-1))
+    return S + u.unsqueeze(-1) * k, u
+
+
+def read(S: Tensor, q: Tensor) -> Tensor:
+    """o = S q. S [..., G, V, K], q [..., G, K] -> [..., G, V]."""
+    return (S * q.unsqueeze(-2)).sum(-1)
+
+
+def replay(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+    """Redo one recorded update: e^g S + u k^T, with `step`'s own roundings.
+
+    S [..., G, V, K], k [..., G, K], u [..., G, V], g [..., G].
+    """
+    return S * torch.exp(g)[..., None, None] + u.unsqueeze(-1) * k.unsqueeze(-2)
+
+
+def fold(S: Tensor, factors: Factors) -> Tensor:
+    """Replay a log, in order. S [G, V, K]; factors with leading axis T."""
+    keys = per_value_head(factors.k, S.shape[0])
+    for k, u, g in zip(keys, factors.u, factors.g, strict=True):
+        S = replay(S, k, u, g)
+    return S
+
+
+def _live_states(layer: LayerState, plan: RoundPlan) -> Tensor:
+    """[B, G, V, K]: S with each row's log replayed; S is written where the fold is due."""
+    S = layer.S[plan.slots]
+    heads = S.shape[1]
+    for entry in plan.replay:
+        at = (entry.slots, entry.entries)
+        k = per_value_head(layer.factors.k[at], heads)
+        u, g = layer.factors.u[at], layer.factors.g[at]
+        if entry.all_rows:
+            S = replay(S, k, u, g)
+        else:
+            S[entry.rows] = replay(S[entry.rows], k, u, g)
+    if plan.fold_rows.numel():
+        layer.S[plan.fold_slots] = S[plan.fold_rows]
+    return S
+
+
+def _move_to_ring(layer: LayerState, plan: RoundPlan) -> None:
+    if plan.moves is not None:
+        slots, source, target = plan.moves
+        for store in layer.factors:
+            store[slots, target] = store[slots, source]
+
+
+def verify(layer: LayerState, plan: RoundPlan, x: Inputs) -> Tensor:
+    """Outputs o [M, G, V] of every node of every tree; x has leading axis M.
+
+    Walks each tree by depth, all rows at once. Appends the candidates' factors to the bank.
+    """
+    S = _live_states(layer, plan)
+    _move_to_ring(layer, plan)
+    heads = S.shape[1]
+    q, k = per_value_head(x.q, heads), per_value_head(x.k, heads)
+    o, u = torch.empty_like(x.v), torch.empty_like(x.v)
+    for nodes, source in plan.levels:
+        S, u[nodes] = step(S[source], k[nodes], x.v[nodes], x.g[nodes], x.beta[nodes])
+        o[nodes] = read(S, q[nodes])
+    at = (plan.node_slot, plan.write_entry)
+    layer.factors.k[at], layer.factors.u[at], layer.factors.g[at] = x.k, u, x.g
+    return o
+
+
+def prefill(S: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
+    """A run of tokens from state S [G, V, K]; x has leading axis T.
+
+    Chunks of 64 from the run's start. Returns (o [T, G, V], S after the run).
+    """
+    outputs = []
+    for start in range(0, x.v.shape[0], CHUNK):
+        part = Inputs(*(t[start : start + CHUNK] for t in x))
+        o, S = _prefill_chunk(S, part)
+        outputs.append(o)
+    return torch.cat(outputs), S
+
+
+def _prefill_chunk(S: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
+    heads = S.shape[0]
+    q = per_value_head(x.q, heads).transpose(0, 1)  # [G, T, K]
+    k = per_value_head(x.k, heads).transpose(0, 1)
+    lower = torch.ones(x.v.shape[0], x.v.shape[0], dtype=torch.bool, device=S.device).tril()
+    o, u, total = masked_form(S, q, k, x, lower)
+    left = torch.exp(total[:, -1:] - total)  # [G, T], decay still to come after each token
+    S = torch.exp(total[:, -1])[:, None, None] * S
+    S = S + u.transpose(1, 2) @ (k * left.unsqueeze(-1))
+    return o.transpose(0, 1), S
+
+
+def masked_form(
+    S: Tensor, q: Tensor, k: Tensor, x: Inputs, ancestor: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Closed form over any tree (a chain is `tril`): one triangular solve, the rest matmuls.
+
+        (I + A) U = beta (V - e^G K S0^T),    A_ij = [j anc i] beta_i e^{G_i - G_j} k_i.k_j
+        O = e^G Q S0^T + P U,                 P_ij = [j anc or = i] e^{G_i - G_j} q_i.k_j
+
+    S [G, V, K]; q, k [G, N, K]; x as in Inputs with leading axis N; ancestor [N, N] bool,
+    ancestor[i, j] where j is i or one of its ancestors (nodes in topological order).
+    The exponent is masked before exp: e^{G_i - G_j} is never split into two exponentials.
+    Returns (o [G, N, V], u [G, N, V], path-cumulative log decay [G, N]).
+
+    Source: reference derivation in docs/math/tree-verification.md.
+    """
+    beta, v = x.beta.t().unsqueeze(-1), x.v.transpose(0, 1)
+    total = (ancestor.to(x.g.dtype) @ x.g).t().contiguous()
+    gap = total.unsqueeze(-1) - total.unsqueeze(-2)
+    decay = torch.exp(gap.masked_fill(~ancestor, float("-inf")))
+    strict = ancestor & ~torch.eye(ancestor.shape[0], dtype=torch.bool, device=S.device)
+    A = torch.where(strict, beta * decay * (k @ k.transpose(1, 2)), 0)
+    grow = torch.exp(total).unsqueeze(-1)
+    rhs = beta * (v - grow * (k @ S.transpose(1, 2)))
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    u = torch.linalg.solve_triangular(A + eye, rhs, upper=False, unitriangular=True)
+    o = grow * (q @ S.transpose(1, 2)) + (decay * (q @ k.transpose(1, 2))) @ u
+    return o, u, total
