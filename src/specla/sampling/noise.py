@@ -91,5 +91,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 def _halves(values: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Low and high 32-bit halves of 64-bit integers, each int64 [n, 1]."""
     low = torch.tensor([value & _MASK for value in values], dtype=torch.int64, device=device)
-    high = torch.tensor([value >> 32 for value in values], dtype=torch.int64, device=device)
+    high = torch.tensor(
+        [value >> 32 & _MASK for value in values], dtype=torch.int64, device=device
+    )
     return low[:, None], high[:, None]
