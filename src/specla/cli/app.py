@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command tree. Commands import torch only when they run, so `--help` is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from specla import __version__
+from specla.cli.bench import generate as bench_generate
+from specla.cli.chat import chat
+from specla.cli.doctor import doctor
+from specla.cli.generate import generate
+
+EXIT_CODES = (
+    "Exit codes: 0 ok; 1 runtime failure; 2 usage; 3 model not found, unreachable, missing "
+    "offline, unsupported or corrupt; 4 out of memory; 5 self-test or correctness failure; "
+    "130 interrupted (Ctrl-C)."
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"specla {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit."),
+    ] = False,
+) -> None:
+    """Lossless speculative decoding for linear-attention language models."""
+
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, epilog=EXIT_CODES
+)
+app.callback(epilog=EXIT_CODES)(_root)
+app.command(epilog=EXIT_CODES)(generate)
+app.command(epilog=EXIT_CODES)(chat)
+app.command(epilog=EXIT_CODES)(doctor)
+
+bench = typer.Typer(no_args_is_help=True, help="Measure speed and acceptance.")
+bench.command("generate", epilog=EXIT_CODES)(bench_generate)
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure speed and acceptance."""

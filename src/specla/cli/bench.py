@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specla bench generate`: AR against each drafter, by prompt kind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from specla.bench import report
+from specla.bench.measure import Method, Sample, interleave
+from specla.bench.table import EXACT, PLAIN, Row, rows
+from specla.bench.workloads import WORKLOADS, prompts
+from specla.cli import options as opt
+from specla.cli.console import note, progress_bars
+from specla.cli.failure import INCORRECT
+from specla.cli.loading import load, prompt_format, runner
+from specla.cli.options import EngineOptions
+from specla.cli.records import dumps, run_record
+from specla.cli.single import print_line
+from specla.errors import ConfigError
+from specla.request import SamplingParams
+
+# Console width where stdout is no terminal: the table must not be cut in a log.
+LOG_WIDTH = 110
+
+
+def generate(
+    model: opt.Model = "demo",
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="Drafter to measure; repeatable. Default: every one there is."),
+    ] = None,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Prompt kind; repeatable. Default: all ({', '.join(WORKLOADS)})."),
+    ] = None,
+    per_kind: Annotated[
+        int | None, typer.Option(help="Only the first prompts of each kind.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs per prompt; the median counts.")] = 1,
+    record: Annotated[
+        bool, typer.Option("--record", help="Append the numbers to --results.")
+    ] = False,
+    results: Annotated[Path, typer.Option(help="The append-only CSV of --record.")] = Path(
+        "results/results.csv"
+    ),
+    max_tokens: opt.MaxTokens = 128,
+    temperature: opt.Temperature = 0.0,
+    seed: opt.Seed = 0,
+    ignore_eos: opt.IgnoreEos = False,
+    max_nodes: opt.MaxNodes = 16,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    revision: opt.Revision = None,
+    threads: opt.Threads = None,
+    json: opt.Json = False,
+    no_progress: opt.NoProgress = False,
+    debug: opt.Debug = False,
+) -> int:
+    """Measure decode speed and acceptance at batch 1: AR against each drafter, by prompt kind.
+
+    One table on stdout. `same` counts answers equal to exact AR's token for token, `loops` those
+    that end in a loop (which makes drafting look better than it is). Exit code 1 if a request
+    failed, 5 if a drafter changed the output.
+    """
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos
+    )
+    if repeats < 1:
+        raise ConfigError(f"--repeats must be >= 1, got {repeats}")
+    wanted = prompts(kind or (), per_kind)
+    engine = EngineOptions(
+        model=model,
+        max_nodes=max_nodes,
+        max_slots=1,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        threads=threads,
+    )
+    with progress_bars(wanted=not no_progress) as tick:
+        engines = {
+            PLAIN: load(replace(engine, drafter="none", mode="plain"), tick),
+            EXACT: load(replace(engine, drafter="none"), tick),
+        }
+        for name in _drafters(drafter):
+            engines[name] = load(replace(engine, drafter=name), tick)
+        form = prompt_format(engines[EXACT], None)
+        methods = [Method(name=k, run=runner(v, form)) for k, v in engines.items()]
+        count = (lambda done, total: tick("measuring", done, total)) if tick else None
+        samples = interleave(methods, wanted, params, repeats=repeats, tick=count)
+    table = rows(samples)
+    run = run_record(engines[EXACT], model)
+    if json:
+        print_line(dumps(run | {"prompt_format": form, "rows": report.records(table)}))
+    else:
+        _print(table, f"{model} on {run['device']}, {run['dtype']}, {form} prompts, batch 1")
+    if record:
+        _record(results, table, run)
+    return _verdict(samples, table)
+
+
+def _drafters(wanted: Sequence[str] | None) -> list[str]:
+    from specla.drafters import REGISTRY, resolve_name
+
+    names = list(wanted or (name for name in REGISTRY if name != "none"))
+    return list(dict.fromkeys(resolve_name(name) for name in names))
+
+
+def _print(table: Sequence[Row], title: str) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=LOG_WIDTH)
+    console.print(report.render(table, title))
+
+
+def _record(path: Path, table: Sequence[Row], run: dict[str, object]) -> None:
+    # The arguments, not the program's path: the command has to work elsewhere.
+    command = " ".join(["specla", *sys.argv[1:]])
+    versions = run["versions"]
+    assert isinstance(versions, dict)
+    device = f"{run['device']} {run['dtype']} {run['model']}"
+    report.append(path, report.csv_rows(table, device=device, versions=versions, command=command))
+    note(f"appended to {path}")
+
+
+def _verdict(samples: Sequence[Sample], table: Sequence[Row]) -> int:
+    failed = [s for s in samples if s.error is not None]
+    for sample in failed:
+        note(f"failed: {sample.method} on {sample.prompt.kind!r}: {sample.error}")
+    if failed:
+        return 1
+    changed = [row for row in table if row.method != PLAIN and not row.identical]
+    for row in changed:
+        note(f"not identical: {row.method} on {row.kind!r}: {row.same} of {row.num_prompts}")
+    return INCORRECT if changed else 0

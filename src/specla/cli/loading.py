@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From options to a loaded `LLM`, and from a prompt to what that model expects of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from specla.cli.console import Tick
+from specla.cli.options import EngineOptions
+from specla.errors import ConfigError
+from specla.request import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from specla.llm import LLM
+
+Message = dict[str, str]
+
+
+def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
+    """Load the model. torch is imported here, not before."""
+    from specla.llm import LLM
+
+    return LLM(
+        options.model,
+        drafter=options.drafter,
+        device=options.device,
+        dtype=options.dtype,
+        mode=options.mode,
+        max_nodes=options.max_nodes,
+        max_slots=options.max_slots,
+        revision=options.revision,
+        threads=options.threads,
+        progress=(lambda done, total: progress("loading", done, total)) if progress else None,
+    )
+
+
+def has_chat_template(llm: LLM) -> bool:
+    """Whether this model was trained on turns and says how to write them."""
+    return bool(getattr(llm.tokenizer, "chat_template", None))
+
+
+def prompt_format(llm: LLM, wanted: bool | None) -> str:
+    """'chat' or 'raw'. Without a wish: chat for every model that has a chat template."""
+    if wanted and not has_chat_template(llm):
+        raise ConfigError(
+            "--chat needs a model with a chat template, and this one has none; use --raw"
+        )
+    return "chat" if has_chat_template(llm) and wanted is not False else "raw"
+
+
+def user_turn(text: str) -> list[Message]:
+    """A conversation of one question."""
+    return [{"role": "user", "content": text}]
+
+
+def runner(llm: LLM, form: str) -> Callable[[str, SamplingParams], Completion]:
+    """One prompt in, one completion out, in the given prompt format."""
+
+    def run(prompt: str, params: SamplingParams) -> Completion:
+        if form == "raw":
+            return llm.generate(prompt, params)[0]
+        return llm.chat(user_turn(prompt), params)[0]
+
+    return run

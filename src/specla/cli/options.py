@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options shared by the commands, and what they add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+MODEL, ENGINE, SAMPLING, OUTPUT = "Model", "Engine", "Sampling", "Output"
+
+
+@dataclass(slots=True)
+class Settings:
+    """What `main` must know after a command failed. Set by the --debug option."""
+
+    debug: bool = False
+
+
+def _debug(context: typer.Context, wanted: bool) -> None:
+    if isinstance(context.obj, Settings):
+        context.obj.debug = wanted
+
+
+Model = Annotated[str, typer.Argument(help="'demo', a directory, or a hub id such as org/name.")]
+Drafter = Annotated[
+    str, typer.Option(help="Who guesses: none, ngram, suffix, ...", rich_help_panel=ENGINE)
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.", rich_help_panel=ENGINE)]
+Dtype = Annotated[
+    str, typer.Option(help="auto, float32, bfloat16, float64.", rich_help_panel=ENGINE)
+]
+MaxNodes = Annotated[
+    int, typer.Option(help="Most tree nodes a round verifies.", rich_help_panel=ENGINE)
+]
+MaxSlots = Annotated[
+    int, typer.Option(help="Most sequences decoded together.", rich_help_panel=ENGINE)
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub id.", rich_help_panel=ENGINE)
+]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads; default: all cores.", rich_help_panel=ENGINE)
+]
+MaxTokens = Annotated[
+    int, typer.Option(help="Most tokens to generate; >= 1.", rich_help_panel=SAMPLING)
+]
+Temperature = Annotated[
+    float, typer.Option(help="0 is greedy; finite and >= 0.", rich_help_panel=SAMPLING)
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Noise key; default: drawn and reported.", rich_help_panel=SAMPLING),
+]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest; 0: all.", rich_help_panel=SAMPLING)]
+TopP = Annotated[float, typer.Option(help="Keep this much probability.", rich_help_panel=SAMPLING)]
+MinP = Annotated[
+    float,
+    typer.Option(help="Drop below this fraction of the top token.", rich_help_panel=SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End the text before this string; repeatable.", rich_help_panel=SAMPLING),
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on past end tokens.", rich_help_panel=SAMPLING)
+]
+NoProgress = Annotated[
+    bool,
+    typer.Option("--no-progress", help="No progress bars on stderr.", rich_help_panel=OUTPUT),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel=OUTPUT)
+]
+Debug = Annotated[
+    bool,
+    typer.Option(
+        "--debug",
+        callback=_debug,
+        is_eager=True,
+        help="Show a traceback when something fails.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How to load and run a model: what `cli.loading.load` needs, from any command."""
+
+    model: str
+    drafter: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    mode: str = "exact"
+    max_nodes: int = 16
+    max_slots: int = 8
+    revision: str | None = None
+    threads: int | None = None

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A completion as JSON, and as the three summary lines people read."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from specla import __version__
+from specla.errors import RequestRejected
+from specla.request import Completion
+
+if TYPE_CHECKING:
+    from specla.llm import LLM
+
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
+
+
+def dumps(record: object) -> str:
+    """One line of strict JSON: no NaN, text unescaped."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False)
+
+
+def versions() -> dict[str, str | None]:
+    """What ran. Read from package metadata: importing them would take seconds."""
+    found: dict[str, str | None] = {"specla": __version__, "python": platform.python_version()}
+    return found | {name: _installed(name) for name in PACKAGES}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def completion_record(completion: Completion, form: str) -> dict[str, Any]:
+    """The part of a result that is about one request."""
+    prompt, output = len(completion.prompt_token_ids), len(completion.token_ids)
+    record: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "seed": completion.seed,
+        "prompt_format": form,
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+        },
+        "speculation": asdict(completion.speculation),
+        "timing": asdict(completion.timing),
+    }
+    if completion.logprobs is not None:
+        record["logprobs"] = [asdict(x) for x in completion.logprobs]
+    return record
+
+
+def run_record(llm: LLM, model: str) -> dict[str, Any]:
+    """The part of a result that is about the run."""
+    return {
+        "model": model,
+        "architecture": llm.model.info.architecture,
+        "device": str(llm.model.device),
+        "dtype": str(llm.model.dtype).removeprefix("torch."),
+        "versions": versions(),
+    }
+
+
+def error_record(error: Exception, line: int, name: str | int | None) -> dict[str, Any]:
+    """What stands in the output where a prompt could not be run."""
+    known = error if isinstance(error, RequestRejected) else None
+    message = str(error) if known else f"a line must be valid JSON, got: {error}"
+    detail = {
+        "type": type(error).__name__,
+        "message": message.encode("utf-8", "backslashreplace").decode(),
+        "param": known.param if known else None,
+        "line": line,
+    }
+    return {"id": name, "line": line, "error": detail}
+
+
+def summary(completion: Completion) -> list[str]:
+    """Prompt speed, generation speed with what speculation brought, and what is promised."""
+    timing, spec = completion.timing, completion.speculation
+    prompt, output = len(completion.prompt_token_ids), len(completion.token_ids)
+    speed = f"{prompt / timing.prefill_s:.1f} tokens/s" if timing.prefill_s > 0 else "no prefill"
+    rate = f"{spec.accepted / spec.drafted:.0%}" if spec.drafted else "nothing drafted"
+    because = f"; {spec.fallback}" if spec.fallback else ""
+    return [
+        f"prompt:     {prompt} tokens, {speed}",
+        f"generation: {output} tokens, {timing.tokens_per_s:.1f} tokens/s, "
+        f"{spec.tokens_per_round:.2f} tokens/round, acceptance {rate} "
+        f"(drafter {spec.drafter}, {completion.finish_reason}, seed {completion.seed}){because}",
+        f"contract:   {contract(spec.mode)}",
+    ]
+
+
+def contract(mode: str) -> str:
+    """What the mode promises about the output."""
+    if mode == "exact":
+        return "exact: the tokens of plain decoding, whatever the drafter (--compare checks it)"
+    return f"{mode}: not bit-identical to exact decoding"

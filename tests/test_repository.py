@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about the text of the repository: licences, safety, nothing that only exists here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SPDX = "# SPDX-License-Identifier: Apache-2.0"
+PYTHON = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
+TEXT = {".md", ".toml", ".txt", ".yaml", ".yml", ".py", ".csv", ".cff", ""}
+SKIPPED = {".git", "build", "dist", "LICENSE"}
+# Home folders and scratch folders of some machine.
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|home|root|Users|opt|mnt)/\w")
+
+
+def repository_files() -> Iterator[Path]:
+    for path in ROOT.rglob("*"):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(p.startswith(".") and p not in (".ci", ".github") for p in parts[:-1])
+        skipped = any(p in SKIPPED or p.endswith(".egg-info") for p in parts)
+        if not hidden and not skipped and path.is_file() and path.suffix in TEXT:
+            yield path
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
+def test_licence_line_comes_first(path: Path) -> None:
+    text = path.read_text()
+    assert not text or text.splitlines()[0] == SPDX
+
+
+def test_no_paths_of_a_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in repository_files()
+        for match in MACHINE_PATH.finditer(path.read_text(errors="replace"))
+    ]
+    assert not found
+
+
+def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert not {"pickle", "dill", "joblib"} & {a.name for a in node.names}, path
+            if isinstance(node, ast.Attribute):
+                assert ast.unparse(node) != "torch.load", path
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                off = isinstance(node.value, ast.Constant) and node.value.value is False
+                assert off, f"{path}: trust_remote_code must be False"
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                raise AssertionError(f"{path}: allow_pickle")
