@@ -197,3 +197,13 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None
     speculation: SpeculationReport
     timing: Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamDelta:
+    """What became certain since the last delta: text, token ids; `completion` on the last one."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    completion: Completion | None = None

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EngineConfig and resolve(): every "auto" becomes a value, once, and is reported.
+
+The only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import torch
+
+from specla.errors import ConfigError, KernelUnavailable
+
+Mode = Literal["exact", "plain"]
+MODES = ("exact", "plain")
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
+PREFILL_UNIT = 64
+DEFAULT_DRAFTER = "suffix"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What a user may set. `None` and "auto" mean: choose, and report the choice.
+
+    mode: "exact" (speculative output is bit-identical to plain decoding) or "plain" (the
+        fastest autoregressive decoding, no drafter, bits may depend on batching: a baseline).
+    max_slots: sequences decoded together. max_nodes: most nodes of one tree, node 0 included.
+    log_capacity: accepted tokens kept as factors before they are folded into the state.
+    prefill_chunk: prompt tokens per call, a multiple of 64. threads: CPU threads.
+    """
+
+    model: str = "demo"
+    revision: str | None = None
+    drafter: str = "auto"
+    drafter_options: Mapping[str, object] = field(default_factory=dict)
+    device: str = "auto"
+    dtype: str = "auto"
+    mode: str = "exact"
+    max_slots: int = 8
+    max_nodes: int = 16
+    log_capacity: int | None = None
+    prefill_chunk: int = 256
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """EngineConfig with every choice made. `reasons` says why, per setting chosen for the user."""
+
+    model: str
+    revision: str | None
+    drafter: str
+    drafter_options: Mapping[str, object]
+    device: str
+    dtype: str
+    mode: Mode
+    max_slots: int
+    max_nodes: int
+    log_capacity: int
+    prefill_chunk: int
+    threads: int
+    reasons: Mapping[str, str]
+
+    def summary(self) -> dict[str, object]:
+        """Plain values, for reports."""
+        return asdict(self)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The activations' dtype."""
+        return DTYPES[self.dtype]
+
+
+def resolve(config: EngineConfig) -> ResolvedConfig:
+    """Check every setting and choose what was left open.
+
+    Raises:
+        ConfigError: a setting is out of range or would have no effect.
+        KernelUnavailable: the device asked for has no kernels in this version.
+    """
+    _check(config)
+    reasons: dict[str, str] = {}
+    drafter = _drafter(config, reasons)
+    if config.log_capacity is None:
+        reasons["log_capacity"] = "0 on a CPU: replaying a factor costs as much as writing S"
+    return ResolvedConfig(
+        model=config.model,
+        revision=config.revision,
+        drafter=drafter,
+        drafter_options=dict(config.drafter_options),
+        device=_device(config.device, reasons),
+        dtype=_dtype(config.dtype, reasons),
+        mode="plain" if config.mode == "plain" else "exact",
+        max_slots=config.max_slots,
+        max_nodes=config.max_nodes,
+        log_capacity=config.log_capacity or 0,
+        prefill_chunk=config.prefill_chunk,
+        threads=config.threads or torch.get_num_threads(),
+        reasons=reasons,
+    )
+
+
+def environment(name: str) -> str | None:
+    """The value of an environment variable, or None."""
+    return os.environ.get(name)
+
+
+def _check(config: EngineConfig) -> None:
+    if config.mode not in MODES:
+        raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {config.mode!r}")
+    for name in ("max_slots", "max_nodes", "prefill_chunk"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
+    if config.prefill_chunk % PREFILL_UNIT:
+        raise ConfigError(
+            f"prefill_chunk must be a multiple of {PREFILL_UNIT}, so that a prompt's state does "
+            f"not depend on it; got {config.prefill_chunk}"
+        )
+    for name in ("log_capacity", "threads"):
+        value, least = getattr(config, name), 0 if name == "log_capacity" else 1
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ConfigError(f"{name} must be None or an integer >= {least}, got {value!r}")
+
+
+def _drafter(config: EngineConfig, reasons: dict[str, str]) -> str:
+    if config.mode == "plain":
+        if config.drafter not in ("auto", "none"):
+            raise ConfigError(
+                f"mode plain is plain autoregressive decoding, got drafter {config.drafter!r}; "
+                "use drafter none, or mode exact"
+            )
+        return "none"
+    if config.drafter != "auto":
+        return config.drafter
+    reasons["drafter"] = f"{DEFAULT_DRAFTER}: no trained drafter names this target"
+    return DEFAULT_DRAFTER
+
+
+def _device(device: str, reasons: dict[str, str]) -> str:
+    if device == "auto":
+        if torch.cuda.is_available():
+            reasons["device"] = "cpu: this version has no CUDA kernels"
+        return "cpu"
+    if device == "cpu":
+        return device
+    if device.split(":")[0] == "cuda":
+        raise KernelUnavailable(
+            f"device must be cpu in this version, got {device!r}: CUDA kernels are not part of it; "
+            "use --device cpu"
+        )
+    raise ConfigError(f"device must be auto or cpu, got {device!r}")
+
+
+def _dtype(dtype: str, reasons: dict[str, str]) -> str:
+    if dtype == "auto":
+        reasons["dtype"] = "float32: the fastest exact arithmetic on a CPU"
+        return "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {dtype!r}")
+    return dtype

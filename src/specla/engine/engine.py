@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine: owns model, state, drafter and scheduler; `step` is one round of the whole mechanism.
+
+    draft -> verify -> accept -> commit
+
+Plain decoding is the same loop with trees of one node. The engine names no drafter, model or
+recurrence family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specla.drafters.base import Drafter, Observation
+from specla.engine.running import Running
+from specla.engine.scheduler import Scheduler, request_fits
+from specla.engine.stats import EngineStats
+from specla.engine.text import Decoder
+from specla.models.base import TargetModel
+from specla.request import Request, StreamDelta
+from specla.sampling.accept import Verdict, accept
+from specla.sampling.filters import validate
+from specla.state import State
+
+
+class Engine:
+    """Batched speculative decoding over a fixed set of slots.
+
+    Args:
+        model, state, drafter: the three that a round needs; state belongs to this engine.
+        mode: reported with every result.
+        prefill_chunk: prompt tokens per model call (a multiple of 64).
+        tokenizer: turns tokens into text; None leaves text empty and refuses stop strings.
+        end_token_ids: what ends a request unless it ignores them; None means the model's.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        state: State,
+        drafter: Drafter,
+        *,
+        mode: str,
+        prefill_chunk: int,
+        tokenizer: Decoder | None = None,
+        end_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        self.model, self.state, self.drafter = model, state, drafter
+        self.mode, self._chunk, self._tokenizer = mode, prefill_chunk, tokenizer
+        self._ends = model.info.eos_token_ids if end_token_ids is None else end_token_ids
+        self.scheduler = Scheduler(state)
+        self.stats = EngineStats()
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestRejected: the engine cannot serve it as asked; the message says why.
+        """
+        request_fits(request, self.model.info.vocab_size)
+        validate(request.params, self.model.info.vocab_size)
+        self.scheduler.add(Running.start(request, self._tokenizer, self._ends))
+
+    def abort(self, request_id: str) -> StreamDelta | None:
+        """Stop a request now and free its slot; None if there is no such live request."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is None:
+            return None
+        sequence.end("abort", None)
+        return self._leave(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> list[StreamDelta]:
+        """Prefill what is new, then one round over every ready row. Returns what became certain.
+
+        If anything raises, the rows of the round are dropped and their slots freed, so that the
+        engine can go on with the others.
+        """
+        self.stats.steps += 1
+        self.scheduler.admit()
+        self._prefill()
+        rows = self.scheduler.ready()
+        if not rows:
+            return []
+        try:
+            verdicts = self._round(rows)
+        except BaseException:
+            for row in rows:
+                self._leave(row)
+            raise
+        return self._finish(rows, verdicts)
+
+    def _round(self, rows: Sequence[Running]) -> list[Verdict]:
+        phase, slots = self.stats.phase, [row.slot for row in rows]
+        with phase("draft"):
+            trees = self.drafter.draft([row.draft_row(self.state.max_nodes) for row in rows])
+        with phase("verify"):
+            plan = self.state.begin(slots, trees)
+            logits = self.model.verify(plan, self.state)
+        with phase("accept"):
+            verdicts = accept(logits.float(), trees, plan.offsets, [row.law() for row in rows])
+        with phase("commit"):
+            self.state.commit(slots, [verdict.path for verdict in verdicts])
+            self.drafter.observe(
+                [
+                    Observation(slot=slot, tree=tree, path=v.path, emitted=v.emitted)
+                    for slot, tree, v in zip(slots, trees, verdicts, strict=True)
+                ]
+            )
+        return verdicts
+
+    def _prefill(self) -> None:
+        """One chunk of every prompt that is not in the state yet, all but its last token."""
+        for row in self.scheduler.prefilling():
+            with self.stats.phase("prefill"), row.timing("prefill"):
+                chunk = row.next_chunk(self._chunk)
+                self.model.prefill(chunk, row.slot, self.state)
+            row.num_prefilled += len(chunk)
+            self.stats.prefill_tokens += len(chunk)
+            if row.ready:
+                self.scheduler.share_prefill(row)
+
+    def _finish(self, rows: Sequence[Running], verdicts: Sequence[Verdict]) -> list[StreamDelta]:
+        deltas = []
+        for row, verdict in zip(rows, verdicts, strict=True):
+            self.stats.acceptance.add(**row.take(verdict))
+            deltas.append(self._leave(row) if row.finish_reason else row.delta())
+        return deltas
+
+    def _leave(self, row: Running) -> StreamDelta:
+        if row.slot:
+            self.drafter.reset(row.slot)
+        self.scheduler.remove(row)
+        reason = row.finish_reason or "abort"
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        return row.last_delta(self.drafter.info.name, self.mode)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs next: a first-come queue in front of a fixed number of slots.
+
+Rows join and leave between rounds. Requests that share a prompt (`n` completions of one) are
+prefilled once: the first to be ready is forked into every free slot its siblings can take.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from specla.engine.running import Running
+from specla.errors import RequestRejected
+from specla.request import Request
+from specla.state import State
+
+
+class Scheduler:
+    """Waiting requests and running sequences; owns the slots' assignment."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.waiting: deque[Running] = deque()
+        self.running: dict[str, Running] = {}
+
+    def add(self, sequence: Running) -> None:
+        """Queue a sequence.
+
+        Raises:
+            RequestRejected: its id is already in use.
+        """
+        name = sequence.request.request_id
+        if self.find(name) is not None:
+            raise RequestRejected(
+                f"request_id must be unique among live requests, got {name!r} twice",
+                param="request_id",
+            )
+        self.waiting.append(sequence)
+
+    def find(self, request_id: str) -> Running | None:
+        """The live sequence of that id, waiting or running."""
+        if request_id in self.running:
+            return self.running[request_id]
+        return next((s for s in self.waiting if s.request.request_id == request_id), None)
+
+    def admit(self) -> None:
+        """Give free slots to waiting sequences, oldest first."""
+        while self.waiting and self._state.pool.num_free:
+            self._start(self.waiting.popleft(), self._state.acquire())
+
+    def share_prefill(self, ready: Running) -> None:
+        """Fork a sequence that has just been prefilled to waiting ones with the same prompt."""
+        same = [s for s in self.waiting if s.request.prompt_token_ids == ready.prompt]
+        for sequence in same[: self._state.pool.num_free]:
+            self.waiting.remove(sequence)
+            self._start(sequence, self._state.fork(ready.slot))
+            sequence.num_prefilled = ready.num_prefilled
+
+    def prefilling(self) -> Iterator[Running]:
+        """Running sequences whose prompt is not in the state yet."""
+        return (s for s in list(self.running.values()) if not s.ready)
+
+    def ready(self) -> list[Running]:
+        """Running sequences that take part in the next round, in order of arrival."""
+        return [s for s in self.running.values() if s.ready]
+
+    def remove(self, sequence: Running) -> None:
+        """Forget a sequence; erase and free its slot if it has one."""
+        if sequence.request.request_id in self.running:
+            del self.running[sequence.request.request_id]
+            self._state.release(sequence.slot)
+        else:
+            self.waiting.remove(sequence)
+
+    def _start(self, sequence: Running, slot: int) -> None:
+        sequence.slot = slot
+        self.running[sequence.request.request_id] = sequence
+
+
+def request_fits(request: Request, vocab_size: int) -> None:
+    """Refuse what would break the engine later.
+
+    Raises:
+        RequestRejected: an empty prompt, or a token id outside the vocabulary.
+    """
+    if not request.prompt_token_ids:
+        raise RequestRejected(
+            "prompt must have at least one token, got none; give some text or token ids",
+            param="prompt",
+        )
+    for token in request.prompt_token_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestRejected(
+                f"prompt token ids must be in [0, {vocab_size}), got {token}", param="prompt"
+            )

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run did and what it cost: phase times, rounds, acceptance by depth.
+
+Identities that always hold, per request and in total (tests check them on every run):
+
+    sum(histogram) == rounds      sum(i * histogram[i]) == accepted
+    completion_tokens == rounds + accepted - rounds whose path was cut by an end
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+PHASES = ("prefill", "draft", "verify", "accept", "commit")
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Counts over rounds. histogram[i]: rounds that accepted i drafts. offered[d], taken[d]:
+    rounds with a draft at depth d + 1, and those whose path reached it. Drafts past a cut are
+    in none of them."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    histogram: list[int] = field(default_factory=list)
+    offered: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+
+    def add(self, *, drafted: int, offered_depth: int, accepted: int, emitted: int) -> None:
+        """Count one round of one row."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += emitted
+        _grow(self.histogram, accepted + 1)[accepted] += 1
+        for depth in range(offered_depth):
+            _grow(self.offered, depth + 1)[depth] += 1
+            _grow(self.taken, depth + 1)[depth] += depth < accepted
+
+    @property
+    def by_depth(self) -> tuple[float, ...]:
+        """Fraction of the rounds that offered each depth in which it was accepted."""
+        return tuple(t / o for t, o in zip(self.taken, self.offered, strict=True))
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean tokens emitted per round, the bonus included (tau)."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+
+def _grow(counts: list[int], length: int) -> list[int]:
+    counts.extend([0] * (length - len(counts)))
+    return counts
+
+
+class EngineStats:
+    """Totals of one engine since it was made."""
+
+    def __init__(self) -> None:
+        self.acceptance = Acceptance()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.prefill_tokens = 0
+        self.steps = 0
+        self.finished: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall time of the block to one of PHASES."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def summary(self) -> dict[str, object]:
+        """One flat record, plain values."""
+        a = self.acceptance
+        return {
+            **{f"{name}_s": seconds for name, seconds in self.seconds.items()},
+            "steps": self.steps,
+            "rounds": a.rounds,
+            "drafted": a.drafted,
+            "accepted": a.accepted,
+            "emitted": a.emitted,
+            "tokens_per_round": a.tokens_per_round,
+            "acceptance_by_depth": a.by_depth,
+            "acceptance_histogram": tuple(a.histogram),
+            "prefill_tokens": self.prefill_tokens,
+            "finished": dict(self.finished),
+        }

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLM: a checkpoint, ready to generate. The offline facade over Engine.
+
+    llm = LLM("demo")
+    print(llm.generate("2 + 2 =", SamplingParams(temperature=0, max_tokens=8))[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from specla import drafters, models
+from specla.config import EngineConfig, ResolvedConfig, resolve
+from specla.engine.engine import Engine
+from specla.errors import ConfigError, RequestRejected
+from specla.models.resolve import resolve as resolve_model
+from specla.models.tokenizer import load_tokenizer
+from specla.request import Completion, Request, SamplingParams, StreamDelta
+from specla.state import State
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int]
+Progress = Callable[[int, int], None]
+
+
+class LLM:
+    """A target model, its tokenizer, a drafter and an engine.
+
+    Args:
+        model: "demo", a directory, or a hub id.
+        drafter: a drafter's name; "auto" picks one and reports it.
+        device, dtype: "auto" or a name. mode: "exact", or "plain" for the AR baseline.
+        max_slots: sequences decoded together. max_nodes: most nodes of one tree.
+        log_capacity, prefill_chunk, threads, drafter_options: see EngineConfig.
+        progress: called with (bytes read, bytes in all) while weights load.
+
+    Raises:
+        SpeclaError: the model cannot be found, read or run as asked (see specla.errors).
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        drafter: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        mode: str = "exact",
+        max_slots: int = 8,
+        max_nodes: int = 16,
+        log_capacity: int | None = None,
+        prefill_chunk: int = 256,
+        drafter_options: Mapping[str, object] | None = None,
+        revision: str | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        asked = EngineConfig(
+            model=model,
+            revision=revision,
+            drafter=drafter,
+            drafter_options=drafter_options or {},
+            device=device,
+            dtype=dtype,
+            mode=mode,
+            max_slots=max_slots,
+            max_nodes=max_nodes,
+            log_capacity=log_capacity,
+            prefill_chunk=prefill_chunk,
+            threads=threads,
+        )
+        self.config: ResolvedConfig = resolve(asked)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._load(progress)
+        self._ids = itertools.count()
+
+    def _load(self, progress: Progress | None) -> None:
+        config = self.config
+        guesser = drafters.build(config.drafter, options=config.drafter_options)
+        path = resolve_model(config.model, revision=config.revision)
+        self.tokenizer = load_tokenizer(path)
+        self.model = models.load(
+            str(path), device=config.device, dtype=config.torch_dtype, progress=progress
+        )
+        if config.mode == "exact":
+            self.model.check_rows(min(config.max_slots * config.max_nodes, 64))
+        self.engine = Engine(
+            self.model,
+            State(
+                self.model.info.recurrent,
+                num_slots=config.max_slots,
+                max_nodes=config.max_nodes,
+                log_capacity=config.log_capacity,
+                dtype=config.torch_dtype,
+                device=config.device,
+            ),
+            guesser,
+            mode=config.mode,
+            prefill_chunk=config.prefill_chunk,
+            tokenizer=self.tokenizer,
+            end_token_ids=self.tokenizer.eos_token_ids,
+        )
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Complete prompts (text or token ids), all in one batch.
+
+        Returns completions in the order of the prompts; with n > 1, n of them per prompt.
+
+        Raises:
+            RequestRejected: a prompt or parameter is invalid; nothing has been generated.
+        """
+        many = [prompts] if isinstance(prompts, str) else list(prompts)
+        requests = [
+            request
+            for prompt, p in zip(many, _per_prompt(params, len(many)), strict=True)
+            for request in self._requests(prompt, p)
+        ]
+        finished = {d.request_id: d.completion for d in self._run(requests) if d.completion}
+        return [finished[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        messages: [{"role": "user", "content": "..."}, ...]. Returns as `generate` does.
+        """
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if one else list(messages)
+        prompts = [self._template(cast(Sequence[Message], c)) for c in conversations]
+        return self.generate(prompts, params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+        """Yield text as it becomes certain; the last delta carries the completion.
+
+        Leaving the iterator early aborts the request and frees its slot.
+        """
+        requests = self._requests(prompt, params or SamplingParams())
+        if len(requests) > 1:
+            raise RequestRejected("n must be 1 for streaming, got more", param="n")
+        return self._run(requests)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[StreamDelta]:
+        """`stream` for a conversation."""
+        return self.stream(self._template(messages), params)
+
+    def _template(self, messages: Sequence[Message]) -> list[int]:
+        return self.tokenizer.apply_chat_template([dict(message) for message in messages])
+
+    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return [
+            Request(
+                request_id=f"r{next(self._ids)}",
+                prompt=text,
+                prompt_token_ids=tuple(ids),
+                params=params,
+                seed=(seed + i) % 2**64,
+            )
+            for i in range(params.n)
+        ]
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[StreamDelta]:
+        added: list[Request] = []
+        try:
+            for request in requests:
+                self.engine.add(request)
+                added.append(request)
+            waiting = {request.request_id for request in requests}
+            while waiting:
+                for delta in self.engine.step():
+                    if delta.request_id in waiting:
+                        yield delta
+                        if delta.completion:
+                            waiting.remove(delta.request_id)
+        finally:
+            for request in added:
+                self.engine.abort(request.request_id)
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ConfigError(f"params must be one or one per prompt ({count}), got {len(params)}")
+    return list(params)
