@@ -35,18 +35,14 @@ def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
     )
 
 
-def has_chat_template(llm: LLM) -> bool:
-    """Whether this model was trained on turns and says how to write them."""
-    return bool(getattr(llm.tokenizer, "chat_template", None))
-
-
 def prompt_format(llm: LLM, wanted: bool | None) -> str:
     """'chat' or 'raw'. Without a wish: chat for every model that has a chat template."""
-    if wanted and not has_chat_template(llm):
+    known = llm.tokenizer.has_chat_template
+    if wanted and not known:
         raise ConfigError(
             "--chat needs a model with a chat template, and this one has none; use --raw"
         )
-    return "chat" if has_chat_template(llm) and wanted is not False else "raw"
+    return "chat" if known and wanted is not False else "raw"
 
 
 def user_turn(text: str) -> list[Message]:

@@ -174,7 +174,7 @@ def _params(value: object, defaults: SamplingParams) -> SamplingParams:
         value = {**value, "logit_bias": {_token(k): x for k, x in value["logit_bias"].items()}}
     try:
         return replace(defaults, **value)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise RequestRejected(
             f"params must have values of SamplingParams' types, got {value!r}: {error}",
             param="params",

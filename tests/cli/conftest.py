@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for `specla.llm`: the command line is tested without weights and without torch."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+from completions import completion
+
+from specla.errors import ConfigError, RequestRejected
+from specla.request import Completion, SamplingParams, StreamDelta
+
+DRAFTERS = ("auto", "none", "ngram", "suffix")
+
+
+class StubLLM:
+    """Answers with the prompt's words in reverse. One token per word; drafters accept one draft
+    per round. `made` keeps every instance, `behaviour` what tests change."""
+
+    made: list[StubLLM]
+    behaviour: dict[str, Any]
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        if options["drafter"] not in DRAFTERS:
+            raise ConfigError(
+                f"drafter must be one of: none, ngram; got {options['drafter']!r}; choose one"
+            )
+        if "load" in self.behaviour:
+            raise self.behaviour["load"]
+        self.name, self.options, self.calls = model, options, []
+        template = self.behaviour.get("chat_template", True)
+        self.tokenizer = types.SimpleNamespace(has_chat_template=template)
+        info = types.SimpleNamespace(architecture="StubForCausalLM")
+        self.model = types.SimpleNamespace(info=info, device="cpu", dtype="torch.float32")
+        self.config = types.SimpleNamespace(summary=lambda: dict(options, model=model))
+        if options.get("progress"):
+            options["progress"](1, 1)
+        self.made.append(self)
+
+    def generate(self, prompts: Any, params: Any = None) -> list[Completion]:
+        many = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        self.calls.append(("generate", many))
+        for prompt in many:
+            if prompt == "reject me":
+                raise RequestRejected("the prompt must fit, got too much; shorten it")
+        pairs = [(prompt, p) for prompt, p in zip(many, each, strict=True) for _ in range(p.n)]
+        return [self.answer(prompt, p) for prompt, p in pairs]
+
+    def chat(self, messages: Any, params: Any = None) -> list[Completion]:
+        one = isinstance(messages[0], Mapping)
+        turns = [messages] if one else messages
+        self.calls.append(("chat", turns))
+        return self.generate([turn[-1]["content"] for turn in turns], params)
+
+    def stream(self, prompt: str, params: SamplingParams) -> Iterator[StreamDelta]:
+        completion = self.generate([prompt], [params])[0]
+        for index, token in enumerate(completion.token_ids):
+            word = completion.text.split()[index]
+            text = word if index == 0 else " " + word
+            if self.behaviour.get("interrupt_at") == index:
+                raise KeyboardInterrupt
+            yield delta(text, (token,), None)
+        yield delta("", (), completion)
+
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, str]], params: SamplingParams
+    ) -> Iterator[StreamDelta]:
+        self.calls.append(("stream_chat", list(messages)))
+        return self.stream(messages[-1]["content"], params)
+
+    def answer(self, prompt: str, params: SamplingParams) -> Completion:
+        words = list(reversed(prompt.split()))[: params.max_tokens]
+        if self.behaviour.get("lie") and self.options["drafter"] != "none":
+            words = words[:-1]
+        ids = tuple(sum(word.encode()) for word in words)
+        return completion(
+            prompt=prompt, text=" ".join(words), ids=ids, params=params, options=self.options
+        )
+
+
+def delta(text: str, ids: tuple[int, ...], end: Completion | None) -> StreamDelta:
+    return StreamDelta(request_id="r0", text=text, token_ids=ids, completion=end)
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubLLM]:
+    """`from specla.llm import LLM` gives a fresh StubLLM class."""
+    fresh = type("LLM", (StubLLM,), {"made": [], "behaviour": {}})
+    module = types.ModuleType("specla.llm")
+    module.LLM = fresh
+    monkeypatch.setitem(sys.modules, "specla.llm", module)
+    return fresh
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """Give a command these bytes on standard input."""
+
+    def give(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
+
+    return give
