@@ -56,7 +56,7 @@ def resolve(name: str, *, revision: str | None = None) -> Path:
         ConfigError: a revision where there is none to choose, or given twice.
     """
     _check_name(name)
-    folder = _demo_folder() if name == DEMO else Path(name).expanduser()
+    folder = _demo_folder() if name == DEMO else _local_path(name)
     if name == DEMO or _is_dir(folder):
         if revision is not None:
             raise ConfigError(
@@ -78,6 +78,13 @@ def _check_name(name: str) -> None:
 
 def _demo_folder() -> Path:
     return Path(str(resources.files("specla"))) / "assets" / DEMO
+
+
+def _local_path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~somebody, and there is no such user
+        return Path(name)
 
 
 def _is_dir(path: Path) -> bool:
@@ -106,7 +113,7 @@ def _hub_id(name: str, revision: str | None) -> tuple[str, str | None]:
     revision = tagged if at else revision
     valid = _HUB_ID.fullmatch(repo) and len(repo) <= 96 and ".." not in repo and "--" not in repo
     if not valid:
-        what = "it is not a directory" if _exists(name) else "no such directory"
+        what = "it is not a directory" if _exists(_local_path(name)) else "no such directory"
         raise ModelNotFound(
             f"model {_short(name)} not found: as a directory: {what}; as a hub id: not of the "
             "form org/name; give 'demo', a checkpoint's directory or a hub id"
@@ -118,9 +125,9 @@ def _hub_id(name: str, revision: str | None) -> tuple[str, str | None]:
     return repo, revision
 
 
-def _exists(name: str) -> bool:
+def _exists(path: Path) -> bool:
     try:
-        return Path(name).expanduser().exists()
+        return path.exists()
     except OSError:
         return False
 
