@@ -48,8 +48,11 @@ def test_nothing_is_unpickled_and_no_remote_code_runs() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 assert not {"pickle", "dill", "joblib"} & {a.name for a in node.names}, path
-            if isinstance(node, ast.Attribute):
-                assert ast.unparse(node) != "torch.load", path
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                # A trainer's own optimizer state, through the unpickler that builds tensors only.
+                assert "train" in path.parts, f"{path}: torch.load"
+                safe = any(ast.unparse(k) == "weights_only=True" for k in node.keywords)
+                assert safe, f"{path}: torch.load needs weights_only=True"
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 off = isinstance(node.value, ast.Constant) and node.value.value is False
                 assert off, f"{path}: trust_remote_code must be False"

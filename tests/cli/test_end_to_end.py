@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line on real engines and toy checkpoints; nothing is stubbed here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specla.bench.workloads import prompts
+from specla.cli import main
+from specla.drafters import REGISTRY
+
+CAPTURE = pytest.CaptureFixture[str]
+KINDS = ("problems", "python", "copy", "chat")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from specla.models.toy import write_toy_checkpoint
+
+    return Path(write_toy_checkpoint(tmp_path_factory.mktemp("models") / "toy"))
+
+
+@pytest.fixture
+def broken(toy: Path, tmp_path: Path) -> Path:
+    """A copy of the toy that a test may damage."""
+    return Path(shutil.copytree(toy, tmp_path / "broken"))
+
+
+def weights(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def token_ids(model: str, jobs: Path, capsys: CAPTURE, *flags: str) -> list[list[int]]:
+    assert main(["generate", model, "--prompts", str(jobs), *flags]) == 0
+    return [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("flags", ["--temperature 0", "--temperature 0.8 --seed 7"])
+def test_every_drafter_gives_the_same_tokens(
+    toy: Path, tmp_path: Path, capsys: CAPTURE, flags: str
+) -> None:
+    jobs = tmp_path / "jobs.jsonl"
+    lines = [json.dumps({"prompt": p.text[:60]}) for p in prompts(KINDS, 5)]
+    assert len(lines) == 20
+    jobs.write_text("\n".join(lines))
+    common = [*flags.split(), "--max-tokens", "16", "--ignore-eos"]
+    truth = token_ids(str(toy), jobs, capsys, "--drafter", "none", *common)
+    for name in REGISTRY:
+        assert token_ids(str(toy), jobs, capsys, "--drafter", name, *common) == truth, name
+
+
+def test_json(toy: Path, capsys: CAPTURE) -> None:
+    command = ["generate", str(toy), "-p", "hello", "--json", "--max-tokens", "8", "--seed", "7"]
+    assert main([*command, "--temperature", "0.8", "--ignore-eos"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["usage"]["completion_tokens"] == len(record["token_ids"]) == 8
+    speculation = record["speculation"]
+    assert speculation["rounds"] + speculation["accepted"] == 8
+    assert speculation["mode"] == "exact"
+    assert record["seed"] == 7
+    assert record["architecture"] == "GatedDeltaNetForCausalLM"
+
+
+def test_streamed_text_is_the_json_text(toy: Path, capsys: CAPTURE) -> None:
+    command = ["generate", str(toy), "-p", "12 apples", "--max-tokens", "24"]
+    assert main(command) == 0
+    streamed = capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    assert streamed == json.loads(capsys.readouterr().out)["text"] + "\n"
+
+
+def test_compare(toy: Path, capsys: CAPTURE) -> None:
+    command = ["generate", str(toy), "--compare", "-p", "a b a b a b", "--repeats", "1"]
+    assert main([*command, "--max-tokens", "16", "--ignore-eos"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "identical: yes"
+
+
+def test_bench(toy: Path, capsys: CAPTURE) -> None:
+    command = f"bench generate {toy} --kind copy --per-kind 1 --max-tokens 16 --json"
+    assert main(command.split()) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["method"] for row in rows} >= {"plain AR", "exact AR", *REGISTRY} - {"none"}
+
+
+def test_doctor(toy: Path, capsys: CAPTURE) -> None:
+    assert main(["doctor", str(toy)]) == 0
+    out = capsys.readouterr().out
+    assert "FAIL" not in out
+    assert out.count("PASS") >= 4
+
+
+def test_doctor_json(toy: Path, capsys: CAPTURE) -> None:
+    assert main(["doctor", str(toy), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["ok"] is True
+    assert record["environment"]["torch"]
+
+
+def test_chat(toy: Path) -> None:
+    command = [sys.executable, "-m", "specla", "chat", str(toy), "--max-tokens", "8"]
+    done = subprocess.run(command, input=b"hello\n/stats\n", capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"1 answers" in done.stderr
+
+
+def fails(capsys: CAPTURE, code: int, model: object, *words: str, prompt: str = "x") -> None:
+    assert main(["generate", str(model), "-p", prompt, "--max-tokens", "4"]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("specla: error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_no_such_model(capsys: CAPTURE) -> None:
+    fails(capsys, 3, "no/such-model", "no/such-model")
+
+
+def test_unknown_architecture(broken: Path, capsys: CAPTURE) -> None:
+    edit_config(broken, architectures=["FooForCausalLM"])
+    fails(capsys, 3, broken, "FooForCausalLM", "GatedDeltaNetForCausalLM")
+
+
+def test_config_that_is_not_json(broken: Path, capsys: CAPTURE) -> None:
+    (broken / "config.json").write_text("{")
+    fails(capsys, 3, broken, "config.json")
+
+
+def test_truncated_weights(broken: Path, capsys: CAPTURE) -> None:
+    path = weights(broken)
+    path.write_bytes(path.read_bytes()[:-100])
+    fails(capsys, 3, broken, path.name)
+
+
+def test_missing_weights(broken: Path, capsys: CAPTURE) -> None:
+    weights(broken).unlink()
+    fails(capsys, 3, broken, "safetensors")
+
+
+def test_missing_tokenizer(broken: Path, capsys: CAPTURE) -> None:
+    for path in broken.glob("tokenizer*"):
+        path.unlink()
+    fails(capsys, 3, broken, "tokenizer")
+
+
+def test_pickled_weights_are_not_opened(broken: Path, capsys: CAPTURE) -> None:
+    weights(broken).unlink()
+    marker = broken / "ran"
+    (broken / "pytorch_model.bin").write_bytes(
+        b"cos\nsystem\n(S'touch " + os.fsencode(marker) + b"'\ntR."
+    )
+    fails(capsys, 3, broken, "safetensors")
+    assert not marker.exists()
