@@ -8,6 +8,7 @@ gives the same documents. Problems are dicts with ``question`` and ``answer``.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import lzma
 import re
@@ -135,19 +136,19 @@ def is_prose_like(source: str) -> bool:
     if not 200 <= len(source) <= 200_000:
         return False
     lines = source.split("\n")
-    digits = sum(c.isdigit() for c in source)
-    ascii_share = sum(c.isascii() for c in source) / len(source)
+    digits = len(re.findall(r"[0-9]", source))
+    ascii_share = len(source.encode("ascii", "ignore")) / len(source)
     longest = max(map(len, lines))
     return longest < 400 and digits < 0.12 * len(source) and ascii_share > 0.97
 
 
-def python_documents(path: Path) -> dict[str, list[str]]:
+def python_documents(path: Path, limit: int | None = None) -> dict[str, list[str]]:
     """The corpus as ``train`` and ``held_out`` sources; whole packages and single files held out."""
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
     seen: set[int] = set()
-    for name, raw in read_python(path):
+    for name, raw in itertools.islice(read_python(path), limit):
         source = strip_header(raw.replace("\r\n", "\n")).rstrip() + "\n"
-        key = digest(re.sub(r"\s+", "", source))
+        key = digest("".join(source.split()))
         if key in seen or not is_prose_like(source):
             continue
         seen.add(key)

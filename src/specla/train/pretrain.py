@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training command of the demo model; run it again to continue where it stopped.
+
+``python -m specla.train.pretrain --data POOLS --out DIR --minutes M --stop-after S``
+
+The schedule spans ``--minutes`` of training time, summed over all runs; one run ends after
+``--stop-after`` minutes. DIR holds the trainer's state, the loss log (log.csv) and, after every run,
+the checkpoint in bf16. POOLS comes from `specla.train.prepare`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import Tensor
+
+from specla.train.checkpoint import save_checkpoint
+from specla.train.gdn import GDNLanguageModel, GDNShape
+from specla.train.optim import build_optimizers, rate
+from specla.train.packing import Sampler, load_pools
+
+SHARES = {
+    "symbolic": 0.14, "gsm8k": 0.03, "generated": 0.24, "arithmetic": 0.04, "talk": 0.04,
+    "python": 0.31, "mined": 0.10, "functions": 0.10,
+}  # fmt: skip
+
+
+@dataclass
+class Recipe:
+    """Everything that decides the result of a run."""
+
+    rows: int = 128
+    length: int = 1024
+    minutes: float = 20.0
+    steps: int = 0
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    weight_decay: float = 0.05
+    warmup: int = 200
+    clip: float = 1.0
+    seed: int = 1
+    muon: bool = True
+    compile: bool = True
+
+
+def loss_of(model: GDNLanguageModel, hidden: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+    """Weighted cross-entropy of the next token, summed: ``hidden`` [N, D], ``tokens`` [N] targets."""
+    logits = model.logits(hidden)
+    losses = F.cross_entropy(logits.float(), tokens, reduction="none")
+    return (losses * weights).sum()
+
+
+class Trainer:
+    """Model, optimisers, sampler and clock of one run, saved and restored together."""
+
+    def __init__(self, recipe: Recipe, pools: Path, shape: GDNShape, device: str) -> None:
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.device = recipe, device
+        compute = torch.bfloat16 if device == "cuda" else torch.float32
+        self.model = GDNLanguageModel(shape, compute).to(device)
+        self.optimizers = build_optimizers(
+            self.model, recipe.muon_lr, recipe.adam_lr, recipe.weight_decay, recipe.muon
+        )
+        names = sorted(n for n in SHARES if (pools / f"{n}.npy").exists())
+        self.sampler = Sampler(load_pools(pools, names), [SHARES[n] for n in names], recipe.rows,
+                               recipe.length, recipe.seed, device)  # fmt: skip
+        self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self.loss = loss_of
+        if recipe.compile:
+            self.speed_up()
+
+    def speed_up(self) -> None:
+        """Compiles one block (shared by all layers) and the loss."""
+        torch._dynamo.config.cache_size_limit = 32
+        for layer in self.model.model.layers:
+            layer.compile(dynamic=False)
+        self.loss = torch.compile(loss_of, dynamic=False)
+
+    def progress(self) -> float:
+        """Share of the schedule done: by steps if the recipe counts steps, else by time."""
+        if self.recipe.steps:
+            return self.step / self.recipe.steps
+        return self.seconds / (60 * self.recipe.minutes)
+
+    def train_step(self) -> Tensor:
+        """One optimiser step; the mean weighted loss of its batch, still on the device."""
+        tokens, segments, weights = self.sampler.batch()
+        hidden = self.model.hidden(tokens, segments).flatten(0, 1)
+        targets = F.pad(tokens[:, 1:], (0, 1)).flatten()
+        loss = self.loss(self.model, hidden, targets, weights.flatten()) / weights.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        scale = rate(self.progress(), self.step, self.recipe.warmup)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.tokens += tokens.numel()
+        return loss.detach()
+
+    def save(self, folder: Path) -> None:
+        """Trainer state (atomically) and the bf16 checkpoint."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "recipe": asdict(self.recipe), "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "sampler": self.sampler.state_dict(),
+            "clock": (self.step, self.seconds, self.tokens),
+        }  # fmt: skip
+        torch.save(state, folder / "trainer.tmp")
+        (folder / "trainer.tmp").rename(folder / "trainer.pt")
+        save_checkpoint(self.model, folder / "checkpoint")
+
+    def restore(self, folder: Path) -> bool:
+        """Continues from a saved trainer, if there is one."""
+        if not (folder / "trainer.pt").exists():
+            return False
+        state = torch.load(folder / "trainer.pt", map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.sampler.load_state_dict(state["sampler"])
+        self.step, self.seconds, self.tokens = state["clock"]
+        return True
+
+
+class Log:
+    """Loss per interval, printed and appended to log.csv."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        self.path, self.every, self.sum, self.count = path, every, 0.0, 0
+
+    def add(self, trainer: Trainer, loss: Tensor) -> bool:
+        """Counts one step; on every ``every``-th writes a row (and waits for the device)."""
+        self.sum, self.count = self.sum + loss, self.count + 1
+        if self.count < self.every:
+            return False
+        row = [trainer.step, trainer.tokens, round(trainer.seconds, 2), round(float(self.sum) / self.count, 4)]
+        print(*row, flush=True)
+        with self.path.open("a", newline="") as file:
+            csv.writer(file).writerow(row)
+        self.sum, self.count = 0.0, 0
+        return True
+
+
+def train(trainer: Trainer, out: Path, stop_after: float, every: int = 50) -> None:
+    """Runs until the schedule ends or ``stop_after`` minutes of this run have passed."""
+    log, began, before = Log(out / "log.csv", every), time.time(), trainer.seconds
+    while trainer.progress() < 1 and time.time() - began < 60 * stop_after:
+        log.add(trainer, trainer.train_step())
+        trainer.seconds = before + time.time() - began
+    trainer.save(out)
+
+
+Given = Annotated[Path, typer.Option()]
+
+
+def main(data: Given, out: Given, minutes: float = 20.0, stop_after: float = 1e9, steps: int = 0,
+         rows: int = 128, length: int = 1024, muon_lr: float = 0.02, adam_lr: float = 3e-3,
+         muon: bool = True, compile: bool = True, seed: int = 1, every: int = 50,
+         shape: str = "{}") -> None:  # fmt: skip
+    """Trains the demo model, or continues its training."""
+    torch.set_float32_matmul_precision("high")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    recipe = Recipe(rows=rows, length=length, minutes=minutes, steps=steps, muon_lr=muon_lr,
+                    adam_lr=adam_lr, muon=muon, compile=compile, seed=seed)  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(recipe, data, GDNShape(**json.loads(shape)), device)
+    resumed = trainer.restore(out)
+    print(f"{'resumed at' if resumed else 'starting at'} step {trainer.step}", flush=True)
+    train(trainer, out, stop_after, every)
+    print(f"step {trainer.step}, {trainer.tokens:,} tokens, {trainer.seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    typer.run(main)
