@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; rm -rf $(VENV); exit 1; }; }
 	@echo "[2/3] installing specla, $(TORCH) and the tools (minutes, the first time)"
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check \
 	  --constraint $(VENV)/constraints.txt "$(TORCH)" --editable ".[$(EXTRAS)]"
 	@echo "[3/3] checking the installation"
 	@$(BIN)/specla --version
@@ -68,7 +68,7 @@ bench: $(STAMP)
 venv-fla: .venv-fla/.specla-stamp
 .venv-fla/.specla-stamp:
 	@test -x .venv-fla/bin/python || $(PYTHON) -m venv .venv-fla
-	@.venv-fla/bin/python -m pip install --quiet --disable-pip-version-check \
+	@.venv-fla/bin/python -m pip install -qq --no-compile --disable-pip-version-check \
 	  --constraint constraints.txt torch==2.13.0 "triton>=3.6" flash-linear-attention==0.6.0 einops pytest
 	@touch $@
 
