@@ -120,7 +120,7 @@ def _check_supported(values: Mapping[str, Any], where: str) -> None:
             names = " or ".join(repr(a) for a in allowed)
             raise UnsupportedModel(
                 f"{field} in {where} must be {names} for this model family, got "
-                f"{str(given)[:80]!r}; choose another checkpoint"
+                f"{repr(given)[:80]}; choose another checkpoint"
             )
 
 
@@ -147,7 +147,7 @@ class _Reader:
 
     def fail(self, field: str, must: str, given: object) -> None:
         raise InvalidCheckpoint(
-            f"{field} in {self.where} must be {must}, got {str(given)[:80]!r}; correct the file"
+            f"{field} in {self.where} must be {must}, got {repr(given)[:80]}; correct the file"
         )
 
     def _get(self, field: str, default: Any) -> Any:
