@@ -1,1 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Drafters by name. A new drafter is one file and one line of `REGISTRY`.
+
+The table is literal and nothing is imported before it is asked for, so a drafter that needs
+torch costs nothing to those who do not use it. A drafter's options are the keyword-only
+parameters of its class; there is no other list of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from typing import cast
+
+from specla.drafters.base import Drafter, DrafterInfo, DraftRow, Observation
+from specla.errors import ConfigError
+
+__all__ = [
+    "REGISTRY",
+    "DraftRow",
+    "Drafter",
+    "DrafterInfo",
+    "Observation",
+    "build",
+    "option_names",
+    "resolve_name",
+]
+
+REGISTRY: Mapping[str, str] = {
+    "none": "specla.drafters.none:NoDrafter",
+    "ngram": "specla.drafters.ngram:NgramDrafter",
+    "suffix": "specla.drafters.suffix:SuffixDrafter",
+}
+
+# What "auto" means; reports always print the concrete name.
+AUTO = "suffix"
+
+
+def resolve_name(name: str) -> str:
+    """The registry key that `name` stands for ("auto" becomes a concrete drafter).
+
+    Raises:
+        ConfigError: no such drafter; the message lists the valid names.
+    """
+    if name == "auto":
+        return AUTO
+    if name not in REGISTRY:
+        _refuse("drafter", name, ["auto", *REGISTRY])
+    return name
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """The options that drafter `name` takes, in the order of its documentation."""
+    parameters = inspect.signature(_load(resolve_name(name))).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+
+
+def build(name: str, *, options: Mapping[str, object] | None = None) -> Drafter:
+    """A fresh drafter.
+
+    Args:
+        name: a key of `REGISTRY`, or "auto". `drafter.info.name` tells what was built.
+        options: keyword arguments of its class.
+
+    Raises:
+        ConfigError: an unknown name or option, or an option out of range.
+    """
+    name = resolve_name(name)
+    options = dict(options or {})
+    known = option_names(name)
+    for option in options:
+        if option not in known:
+            _refuse(f"option of drafter {name!r}", option, known)
+    return cast(Drafter, _load(name)(**options))
+
+
+def _load(name: str) -> type:
+    module, _, attribute = REGISTRY[name].partition(":")
+    return cast(type, getattr(import_module(module), attribute))
+
+
+def _refuse(what: str, given: str, valid: Iterable[str]) -> None:
+    valid = list(valid)
+    close = get_close_matches(given, valid, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    names = ", ".join(valid) if valid else "none"
+    raise ConfigError(f"{what} must be one of: {names}; got {given!r}{hint}")

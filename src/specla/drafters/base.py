@@ -31,7 +31,7 @@ class DraftRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """What became of one row's tree: the committed path (node indices from node 0 down, the path
-    may have been cut by an end) and the tokens emitted this round, the last one the next node 0."""
+    may have been cut by an end) and the tokens emitted this round, the last the next node 0."""
 
     slot: int
     tree: DraftTree

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No drafting: every tree is one node, so plain decoding runs the same loop as everything else
+(rule I3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specla.drafters.base import DrafterInfo, DraftRow, Observation
+from specla.topology.tree import DraftTree
+
+
+class NoDrafter:
+    """Proposes nothing. Takes no options and keeps no state."""
+
+    def __init__(self) -> None:
+        self.info = DrafterInfo(name="none", max_depth=0, may_return_nothing=True)
+
+    def draft(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
+        """One tree of one node per row."""
+        return [DraftTree.root(row.tokens[-1]) for row in rows]
+
+    def observe(self, seen: Sequence[Observation]) -> None:
+        """Nothing to learn."""
+
+    def reset(self, slot: int) -> None:
+        """Nothing to forget."""

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of drafter options: every bad value is a ConfigError that names the option."""
+
+from __future__ import annotations
+
+import math
+
+from specla.errors import ConfigError
+
+
+def require(ok: bool, option: str, must: str, given: object) -> None:
+    """Raise ConfigError unless `ok`."""
+    if not ok:
+        raise ConfigError(f"drafter option {option} must be {must}, got {given!r}")
+
+
+def require_int(option: str, value: object, low: int, high: int) -> None:
+    """`value` must be an integer in [low, high]; True and False are not integers."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    require(ok, option, f"an integer in [{low}, {high}]", value)
+
+
+def require_number(option: str, value: object, low: float, high: float) -> None:
+    """`value` must be a finite number in [low, high]."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
+    ok = ok and math.isfinite(value) and low <= value <= high  # type: ignore[arg-type,operator]
+    require(ok, option, f"a number in [{low:g}, {high:g}]", value)

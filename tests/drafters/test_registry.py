@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters by name: what is refused, and how."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from specla.drafters import REGISTRY, build, option_names, resolve_name
+from specla.drafters.none import NoDrafter
+from specla.errors import ConfigError
+from specla.topology.tree import DraftTree
+
+
+def test_every_name_builds_itself() -> None:
+    for name in REGISTRY:
+        assert build(name).info.name == name
+
+
+def test_auto_reports_what_it_chose() -> None:
+    assert resolve_name("auto") == "suffix"
+    assert build("auto").info.name == "suffix"
+
+
+def test_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"none, ngram, suffix; got 'sufix'; did you mean"):
+        build("sufix")
+    with pytest.raises(ConfigError, match=r"got 'zzz'$"):
+        build("zzz")
+
+
+def test_unknown_option_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'prompt_lookup_max'"):
+        build("ngram", options={"prompt_lookup_maximum": 3})
+    with pytest.raises(ConfigError, match="one of: none; got 'depth'"):
+        build("none", options={"depth": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("ngram", "prompt_lookup_max", 0),
+        ("ngram", "prompt_lookup_max", 2.5),
+        ("ngram", "prompt_lookup_min", 5),
+        ("ngram", "num_draft_tokens", True),
+        ("ngram", "num_draft_tokens", "8"),
+        ("suffix", "max_match", 0),
+        ("suffix", "min_match", 25),
+        ("suffix", "min_token_prob", 1.5),
+        ("suffix", "min_token_prob", float("nan")),
+        ("suffix", "max_spec_factor", -1),
+        ("suffix", "max_spec_offset", float("inf")),
+        ("suffix", "max_votes", 0),
+        ("suffix", "global_tokens", -1),
+    ],
+)
+def test_option_out_of_range_is_named(name: str, option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"option {option} must be .*, got "):
+        build(name, options={option: value})
+
+
+def test_options_are_the_keywords_of_the_class() -> None:
+    assert option_names("none") == ()
+    assert option_names("ngram") == ("prompt_lookup_max", "prompt_lookup_min", "num_draft_tokens")
+    assert build("ngram", options={"num_draft_tokens": 3}).info.max_depth == 3
+
+
+def test_import_loads_no_drafter() -> None:
+    code = "import sys, specla.drafters as d; d.build('ngram'); print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "specla.drafters.ngram" in loaded
+    assert "specla.drafters.suffix" not in loaded
+    assert "torch" not in loaded
+
+
+def test_none_is_one_node() -> None:
+    from specla.drafters import DraftRow
+
+    row = DraftRow(slot=1, tokens=[3, 4], num_prompt_tokens=2, max_drafts=9, seed=0)
+    assert NoDrafter().draft([row]) == [DraftTree.root(4)]
