@@ -83,6 +83,7 @@ def test_only_data_is_ever_downloaded() -> None:
 
 SCRIPT = """
 import sys, time
+from huggingface_hub import snapshot_download  # how long an import takes depends on the load
 from specla.errors import SpeclaError
 from specla.models.resolve import resolve
 start = time.perf_counter()
