@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLM: a checkpoint, ready to generate. The offline facade over Engine.
 
-    llm = LLM("demo")
-    print(llm.generate("2 + 2 =", SamplingParams(temperature=0, max_tokens=8))[0].text)
+llm = LLM("demo")
+print(llm.generate("2 + 2 =", SamplingParams(temperature=0, max_tokens=8))[0].text)
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from typing import cast
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from specla import drafters, models
 from specla.config import EngineConfig, ResolvedConfig, resolve
 from specla.engine.engine import Engine
-from specla.errors import ConfigError, RequestRejected
+from specla.errors import ConfigError, RequestRejected, SpeclaError
 from specla.models.resolve import resolve as resolve_model
 from specla.models.tokenizer import load_tokenizer
 from specla.request import Completion, Request, SamplingParams, StreamDelta
@@ -79,6 +81,7 @@ class LLM:
             torch.set_num_threads(threads)
         self._load(progress)
         self._ids = itertools.count()
+        self._inboxes: dict[str, deque[StreamDelta]] = {}
 
     def _load(self, progress: Progress | None) -> None:
         config = self.config
@@ -142,7 +145,9 @@ class LLM:
         prompts = [self._template(cast(Sequence[Message], c)) for c in conversations]
         return self.generate(prompts, params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[StreamDelta]:
         """Yield text as it becomes certain; the last delta carries the completion.
 
         Leaving the iterator early aborts the request and frees its slot.
@@ -163,7 +168,7 @@ class LLM:
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return [
             Request(
@@ -177,21 +182,47 @@ class LLM:
         ]
 
     def _run(self, requests: Sequence[Request]) -> Iterator[StreamDelta]:
+        """Step the engine until these requests are done. Several of these iterators may be open
+        at once, and any of them steps for all: each request's deltas wait in its own inbox."""
+        inbox: deque[StreamDelta] = deque()
         added: list[Request] = []
         try:
             for request in requests:
                 self.engine.add(request)
                 added.append(request)
-            waiting = {request.request_id for request in requests}
-            while waiting:
-                for delta in self.engine.step():
-                    if delta.request_id in waiting:
-                        yield delta
-                        if delta.completion:
-                            waiting.remove(delta.request_id)
+                self._inboxes[request.request_id] = inbox
+            left = len(requests)
+            while left:
+                while not inbox:
+                    self._step(requests)
+                delta = inbox.popleft()
+                left -= delta.completion is not None
+                yield delta
         finally:
             for request in added:
                 self.engine.abort(request.request_id)
+                del self._inboxes[request.request_id]
+
+    def _step(self, requests: Sequence[Request]) -> None:
+        if not any(self.engine.scheduler.find(request.request_id) for request in requests):
+            raise SpeclaError(
+                "a request must stay in the engine until it completes, but a round that failed "
+                "dropped it; see the error raised then, and send the request again"
+            )
+        for delta in self.engine.step():
+            if delta.request_id in self._inboxes:
+                self._inboxes[delta.request_id].append(delta)
+
+
+def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(index, prompt))
+    except TypeError:
+        raise RequestRejected(
+            f"a prompt must be text or a sequence of token ids, got {prompt!r:.80}; "
+            "put several prompts into a list of prompts",
+            param="prompt",
+        ) from None
 
 
 def _per_prompt(

@@ -6,7 +6,7 @@ Plain Python records: none of them may hold a tensor. Names and defaults are vLL
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,7 +26,9 @@ def _is_int(x: object) -> bool:
 
 
 def _is_finite(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    """Written so that NaN fails, and integers too large for a float do not raise."""
+    is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
+    return is_number and -sys.float_info.max <= x <= sys.float_info.max  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +92,8 @@ class SamplingParams:
             self.temperature,
         )
         _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer >= -1", self.top_k)
-        _require(
-            _is_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p
-        )
-        _require(
-            _is_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p
-        )
+        _require(_is_finite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+        _require(_is_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(_is_finite(value) and -2 <= value <= 2, name, "in [-2, 2]", value)

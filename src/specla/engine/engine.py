@@ -9,7 +9,8 @@ recurrence family.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from specla.drafters.base import Drafter, Observation
 from specla.engine.running import Running
@@ -77,7 +78,7 @@ class Engine:
     def step(self) -> list[StreamDelta]:
         """Prefill what is new, then one round over every ready row. Returns what became certain.
 
-        If anything raises, the rows of the round are dropped and their slots freed, so that the
+        If anything raises, the rows it happened to are dropped and their slots freed, so that the
         engine can go on with the others.
         """
         self.stats.steps += 1
@@ -86,13 +87,19 @@ class Engine:
         rows = self.scheduler.ready()
         if not rows:
             return []
+        with self._dropping(rows):
+            return self._finish(rows, self._round(rows))
+
+    @contextmanager
+    def _dropping(self, rows: Sequence[Running]) -> Iterator[None]:
+        """What raises leaves rows half done: neither state nor tokens can be trusted."""
         try:
-            verdicts = self._round(rows)
+            yield
         except BaseException:
             for row in rows:
-                self._leave(row)
+                if self.scheduler.find(row.request.request_id) is row:
+                    self._free(row)
             raise
-        return self._finish(rows, verdicts)
 
     def _round(self, rows: Sequence[Running]) -> list[Verdict]:
         phase, slots = self.stats.phase, [row.slot for row in rows]
@@ -116,7 +123,7 @@ class Engine:
     def _prefill(self) -> None:
         """One chunk of every prompt that is not in the state yet, all but its last token."""
         for row in self.scheduler.prefilling():
-            with self.stats.phase("prefill"), row.timing("prefill"):
+            with self._dropping([row]), self.stats.phase("prefill"), row.timing("prefill"):
                 chunk = row.next_chunk(self._chunk)
                 self.model.prefill(chunk, row.slot, self.state)
             row.num_prefilled += len(chunk)
@@ -132,9 +139,12 @@ class Engine:
         return deltas
 
     def _leave(self, row: Running) -> StreamDelta:
+        self._free(row)
+        return row.last_delta(self.drafter.info.name, self.mode)
+
+    def _free(self, row: Running) -> None:
         if row.slot:
             self.drafter.reset(row.slot)
         self.scheduler.remove(row)
         reason = row.finish_reason or "abort"
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
-        return row.last_delta(self.drafter.info.name, self.mode)

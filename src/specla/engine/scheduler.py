@@ -45,9 +45,14 @@ class Scheduler:
         return next((s for s in self.waiting if s.request.request_id == request_id), None)
 
     def admit(self) -> None:
-        """Give free slots to waiting sequences, oldest first."""
-        while self.waiting and self._state.pool.num_free:
-            self._start(self.waiting.popleft(), self._state.acquire())
+        """Give free slots to waiting sequences, oldest first. One whose prompt is being prefilled
+        has its slot kept, and starts in it as a fork of that prefill."""
+        begun = {s.prompt for s in self.prefilling()}
+        for sequence in list(self.waiting)[: self._state.pool.num_free]:
+            if sequence.prompt not in begun:
+                self.waiting.remove(sequence)
+                self._start(sequence, self._state.acquire())
+                begun |= set() if sequence.ready else {sequence.prompt}
 
     def share_prefill(self, ready: Running) -> None:
         """Fork a sequence that has just been prefilled to waiting ones with the same prompt."""
@@ -82,7 +87,7 @@ def request_fits(request: Request, vocab_size: int) -> None:
     """Refuse what would break the engine later.
 
     Raises:
-        RequestRejected: an empty prompt, or a token id outside the vocabulary.
+        RequestRejected: an empty prompt, or what is not a token id of the vocabulary.
     """
     if not request.prompt_token_ids:
         raise RequestRejected(
@@ -90,7 +95,8 @@ def request_fits(request: Request, vocab_size: int) -> None:
             param="prompt",
         )
     for token in request.prompt_token_ids:
-        if not 0 <= token < vocab_size:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
             raise RequestRejected(
-                f"prompt token ids must be in [0, {vocab_size}), got {token}", param="prompt"
+                f"prompt token ids must be integers in [0, {vocab_size}), got {token!r}",
+                param="prompt",
             )
