@@ -25,6 +25,8 @@ from torch.nn import functional as F
 from specla.errors import ExactnessUnavailable
 
 MAX_ROWS = 64
+# Bytes. Where an operand starts, and whether its rows lie close, can change the order of additions.
+ALIGNMENT = 64
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SPLITS = (0, 256, 1024)
 
@@ -78,6 +80,7 @@ class Linear:
                 f"exact mode needs a product whose bits do not depend on row count; none was "
                 f"found for {name} {list(w.shape)} {w.dtype}; use mode plain without a drafter"
             )
+        self.weight = w if _is_aligned(w) else w.clone(memory_format=torch.contiguous_format)
         self._plan = plan
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -101,9 +104,13 @@ class Linear:
         return torch.cat(parts)
 
 
+def _is_aligned(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+
+
 def _padded(form: Form, x: Tensor, weight: Tensor) -> Tensor:
     count = x.shape[0]
-    if count == form.rows:
+    if count == form.rows and _is_aligned(x):
         return form(x, weight)
     full = x.new_zeros(form.rows, x.shape[1])
     full[:count] = x

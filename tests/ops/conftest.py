@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One thread: sizes are small, and thread count is one of the things bits may depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
