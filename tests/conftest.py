@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-# Before torch is imported. Two workers of one thread beat one worker of two on the sizes tests
-# use; alone, torch keeps its own choice.
-if os.environ.get("PYTEST_XDIST_WORKER"):
-    for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.setdefault(_name, "1")
+# Before torch is imported. On the sizes tests use, a second thread costs more than it brings, and
+# two workers with two threads each fight for two cores. OMP_NUM_THREADS=2 tests with more.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -36,11 +36,17 @@ class StubLLM:
         template = self.behaviour.get("chat_template", True)
         self.tokenizer = types.SimpleNamespace(has_chat_template=template)
         info = types.SimpleNamespace(architecture="StubForCausalLM")
-        self.model = types.SimpleNamespace(info=info, device="cpu", dtype="torch.float32")
+        self.model = types.SimpleNamespace(
+            info=info, device="cpu", dtype="torch.float32", check_rows=self.check_rows
+        )
         self.config = types.SimpleNamespace(summary=lambda: dict(options, model=model))
         if options.get("progress"):
             options["progress"](1, 1)
         self.made.append(self)
+
+    def check_rows(self, rows: int) -> None:
+        if self.behaviour.get("rows"):
+            raise self.behaviour["rows"]
 
     def generate(self, prompts: Any, params: Any = None) -> list[Completion]:
         many = [prompts] if isinstance(prompts, str) else list(prompts)

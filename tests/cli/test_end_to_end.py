@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -99,14 +100,12 @@ def test_doctor(toy: Path, capsys: CAPTURE) -> None:
     assert main(["doctor", str(toy)]) == 0
     out = capsys.readouterr().out
     assert "FAIL" not in out
-    assert out.count("PASS") >= 4
-
-
-def test_doctor_json(toy: Path, capsys: CAPTURE) -> None:
-    assert main(["doctor", str(toy), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["ok"] is True
-    assert record["environment"]["torch"]
+    tests = [line for line in out.splitlines() if line.startswith("PASS")]
+    assert len(tests) >= 4
+    # The self-test must not pass for want of anything to accept.
+    counts = re.findall(r"tiny .* (\d+) tokens in (\d+) rounds", "\n".join(tests))
+    assert counts
+    assert all(int(tokens) > int(rounds) for tokens, rounds in counts)
 
 
 def test_chat(toy: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,10 +28,13 @@ PROMPTS = (
     "A farmer has 12 apples and gives 5 away. How many apples are left?",
     "one two three one two three one two",
 )
-LAWS = (
-    SamplingParams(temperature=0.0, max_tokens=48, seed=1, ignore_eos=True),
-    SamplingParams(temperature=0.8, max_tokens=48, seed=1, ignore_eos=True),
+LAWS = tuple(
+    SamplingParams(temperature=t, max_tokens=48, seed=1, ignore_eos=True) for t in (0.0, 0.8)
 )
+# A random model says something new with every token and no draft would ever be accepted. Held to
+# three tokens it repeats itself, and both acceptance and rejection are exercised.
+FEW_TOKENS = {40: 100.0, 41: 100.0, 42: 100.0}
+TINY_LAWS = tuple(replace(law, logit_bias=FEW_TOKENS) for law in LAWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +102,8 @@ def self_test(engine: EngineOptions, plain: LLM) -> Iterator[Check]:
         reference = load(replace(tiny, drafter="none"))
         for name in REGISTRY:
             if name != "none":
-                yield _check(f"tiny model, {name} equals AR", _equal(reference, tiny, name))
+                test = _equal(reference, tiny, name, TINY_LAWS)
+                yield _check(f"tiny model, {name} equals AR", test)
     name = engine.model
     yield _check(f"{name}, rows do not change bits", lambda: _rows(plain, engine))
     yield _check(f"{name}, auto drafter equals AR", _equal(plain, engine, "auto"))
@@ -126,11 +130,13 @@ def _rows(llm: LLM, engine: EngineOptions) -> tuple[bool, str]:
     return True, f"every weight shape, 1 to {rows} rows"
 
 
-def _equal(plain: LLM, engine: EngineOptions, drafter: str) -> Callable[[], tuple[bool, str]]:
+def _equal(
+    plain: LLM, engine: EngineOptions, drafter: str, laws: Sequence[SamplingParams] = LAWS
+) -> Callable[[], tuple[bool, str]]:
     def run() -> tuple[bool, str]:
         llm = load(replace(engine, drafter=drafter))
         same, rounds, tokens = True, 0, 0
-        for law in LAWS:
+        for law in laws:
             mine, truth = _answers(llm, law), _answers(plain, law)
             same = same and [c.token_ids for c in mine] == [c.token_ids for c in truth]
             rounds += sum(c.speculation.rounds for c in mine)
