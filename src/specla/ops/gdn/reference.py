@@ -42,15 +42,23 @@ def per_value_head(x: Tensor, num_value_heads: int) -> Tensor:
     return x if repeats == 1 else x.repeat_interleave(repeats, dim=-2)
 
 
-def step(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One token. S [..., G, V, K], k [..., G, K], v [..., G, V], g and beta [..., G].
+def step_(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """One token, in place. S [..., G, V, K], k [..., G, K], v [..., G, V], g, beta [..., G].
 
-    Decay first, then the delta against the decayed state. Returns (new S, u [..., G, V]).
+    Decay first, then the delta against the decayed state. Returns u [..., G, V].
     """
     k = k.unsqueeze(-2)
-    S = S * torch.exp(g)[..., None, None]
+    S.mul_(torch.exp(g)[..., None, None])
     u = beta.unsqueeze(-1) * (v - (S * k).sum(-1))
-    return S + u.unsqueeze(-1) * k, u
+    S.add_(u.unsqueeze(-1) * k)
+    return u
+
+
+def step(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """`step_` on a copy. Returns (new S, u)."""
+    S = S.clone()
+    u = step_(S, k, v, g, beta)
+    return S, u
 
 
 def read(S: Tensor, q: Tensor) -> Tensor:
@@ -58,19 +66,26 @@ def read(S: Tensor, q: Tensor) -> Tensor:
     return (S * q.unsqueeze(-2)).sum(-1)
 
 
-def replay(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
-    """Redo one recorded update: e^g S + u k^T, with `step`'s own roundings.
+def replay_(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+    """Redo one recorded update in place: e^g S + u k^T, with `step_`'s own roundings.
 
-    S [..., G, V, K], k [..., G, K], u [..., G, V], g [..., G].
+    S [..., G, V, K], k [..., G, K], u [..., G, V], g [..., G]. Returns S.
     """
-    return S * torch.exp(g)[..., None, None] + u.unsqueeze(-1) * k.unsqueeze(-2)
+    S.mul_(torch.exp(g)[..., None, None])
+    return S.add_(u.unsqueeze(-1) * k.unsqueeze(-2))
+
+
+def replay(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+    """`replay_` on a copy."""
+    return replay_(S.clone(), k, u, g)
 
 
 def fold(S: Tensor, factors: Factors) -> Tensor:
-    """Replay a log, in order. S [G, V, K]; factors with leading axis T."""
+    """Replay a log, in order, on a copy. S [G, V, K]; factors with leading axis T."""
+    S = S.clone()
     keys = per_value_head(factors.k, S.shape[0])
     for k, u, g in zip(keys, factors.u, factors.g, strict=True):
-        S = replay(S, k, u, g)
+        replay_(S, k, u, g)
     return S
 
 
@@ -83,10 +98,12 @@ def _live_states(layer: LayerState, plan: RoundPlan) -> Tensor:
         k = per_value_head(layer.factors.k[at], heads)
         u, g = layer.factors.u[at], layer.factors.g[at]
         if entry.all_rows:
-            S = replay(S, k, u, g)
+            replay_(S, k, u, g)
         else:
-            S[entry.rows] = replay(S[entry.rows], k, u, g)
-    if plan.fold_rows.numel():
+            S[entry.rows] = replay_(S[entry.rows], k, u, g)
+    if plan.fold_rows.numel() == len(S):
+        layer.S[plan.slots] = S
+    elif plan.fold_rows.numel():
         layer.S[plan.fold_slots] = S[plan.fold_rows]
     return S
 
@@ -108,8 +125,10 @@ def verify(layer: LayerState, plan: RoundPlan, x: Inputs) -> Tensor:
     heads = S.shape[1]
     q, k = per_value_head(x.q, heads), per_value_head(x.k, heads)
     o, u = torch.empty_like(x.v), torch.empty_like(x.v)
-    for nodes, source in plan.levels:
-        S, u[nodes] = step(S[source], k[nodes], x.v[nodes], x.g[nodes], x.beta[nodes])
+    for depth, (nodes, source) in enumerate(plan.levels):
+        # The roots' states are the rows' own, in order; below, siblings each need a copy.
+        S = S[source] if depth else S
+        u[nodes] = step_(S, k[nodes], x.v[nodes], x.g[nodes], x.beta[nodes])
         o[nodes] = read(S, q[nodes])
     at = (plan.node_slot, plan.write_entry)
     layer.factors.k[at], layer.factors.u[at], layer.factors.g[at] = x.k, u, x.g
