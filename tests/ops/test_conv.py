@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_inputs import SHAPE, TREES, random_parents
 from torch import Tensor
 
-from random_inputs import SHAPE, TREES, random_parents
 from specla.ops import conv
 from specla.ops.oracle import conv_paths
 from specla.state import State
@@ -133,7 +133,11 @@ def test_prefill_continues_at_every_cut(dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_prefill(width: int) -> None:
-    x, weight, tail = normal(1, 9, CHANNELS), normal(2, CHANNELS, width), normal(3, width - 1, CHANNELS)
+    x, weight, tail = (
+        normal(1, 9, CHANNELS),
+        normal(2, CHANNELS, width),
+        normal(3, width - 1, CHANNELS),
+    )
     y, last = conv.prefill(x, weight, tail)
     agree(y, conv_paths(x, weight, tail, chain(9)))
     assert torch.equal(last, x[9 - width + 1 :])

@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
 from random_inputs import (
     SHAPE,
     TREES,
@@ -23,6 +21,8 @@ from random_inputs import (
     random_parents,
     random_state,
 )
+from torch import Tensor
+
 from specla.ops import gdn
 from specla.ops.contract import Factors, RecurrentShape
 from specla.ops.gdn import reference
@@ -77,7 +77,10 @@ def verify_round(
     for slot, S in zip(slots, before, strict=True):
         state.layers[0].S[slot] = S
     plan = state.begin(slots, [DraftTree(tuple(range(len(t))), t) for t in trees])
-    xs = [random_inputs(20 + s, len(t), shape, dtype=dtype) for s, t in zip(slots, trees)]
+    xs = [
+        random_inputs(20 + s, len(t), shape, dtype=dtype)
+        for s, t in zip(slots, trees, strict=True)
+    ]
     x = Inputs(*(torch.cat(parts) for parts in zip(*xs, strict=True)))
     o = reference.verify(state.layers[0], plan, x)
     return state, before, xs, list(o.split([len(t) for t in trees]))
@@ -238,7 +241,8 @@ def test_inputs(beta_scale: float) -> None:
     x = gdn.inputs(qkv, a, b, A=A, dt_bias=dt_bias, shape=SHAPE, beta_scale=beta_scale)
     agree(x.g, A * torch.log1p(torch.exp(a + dt_bias)))
     agree(x.beta, beta_scale / (1 + torch.exp(-b)))
-    q, k, v = (part.unflatten(-1, (-1, d)) for part, d in zip(qkv.split([16, 16, 24], -1), (8, 8, 6)))
+    q, k, v = qkv.split([16, 16, 24], -1)
+    q, k, v = q.unflatten(-1, (2, 8)), k.unflatten(-1, (2, 8)), v.unflatten(-1, (4, 6))
     agree(x.q, q / (q.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() * 8**-0.5)
     agree(x.k, k / (k.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt())
     assert torch.equal(x.v, v)

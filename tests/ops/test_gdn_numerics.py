@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
 from random_inputs import (
     SHAPE,
     TREES,
@@ -21,6 +19,8 @@ from random_inputs import (
     random_state,
     with_keys,
 )
+from torch import Tensor
+
 from specla.ops.contract import RecurrentShape
 from specla.ops.gdn import reference
 from specla.ops.gdn.reference import Inputs, per_value_head

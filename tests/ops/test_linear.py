@@ -45,7 +45,9 @@ def checked(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Linear, Tensor]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("shape", "threads"), [*((shape, 1) for shape in SHAPES), ((17, 12), 2), ((96, 20), 2)], ids=str
+    ("shape", "threads"),
+    [*((shape, 1) for shape in SHAPES), ((17, 12), 2), ((96, 20), 2)],
+    ids=str,
 )
 def test_a_row_has_the_same_bits_at_every_count(
     shape: tuple[int, int], dtype: torch.dtype, threads: int

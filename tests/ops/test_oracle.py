@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-
 from random_inputs import TREES, random_inputs, random_parents, random_state
+
 from specla.ops.gdn.reference import per_value_head
 from specla.ops.oracle import conv_paths, gdn_paths, path_to
 
@@ -21,7 +22,7 @@ def test_path_to(name: str) -> None:
         path = path_to(parents, node)
         assert path[0] == 0
         assert path[-1] == node
-        assert all(parents[b] == a for a, b in zip(path, path[1:], strict=False))
+        assert all(parents[b] == a for a, b in pairwise(path))
 
 
 def one_head(S, q, k, v, g, beta, path):  # type: ignore[no-untyped-def]

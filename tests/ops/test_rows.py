@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from random_inputs import SHAPE, TREES, random_inputs, random_parents, random_state
 from torch import Tensor
 
-from random_inputs import SHAPE, TREES, random_inputs, random_parents, random_state
 from specla.ops import conv, gdn, norm, pointwise
 from specla.ops.contract import Factors
 from specla.ops.gdn import reference
@@ -49,7 +49,7 @@ def results(function: Function, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def row_dependence(function: Function, *args: Tensor) -> str | None:
-    """Where a row's bits differ from those it has alone, or None. All arguments have rows first."""
+    """Where a row's bits differ from those it has alone, or None. Arguments have rows first."""
     alone = [results(function, tuple(a[i : i + 1] for a in args)) for i in range(ROWS)]
     want = [torch.cat(parts) for parts in zip(*alone, strict=True)]
     for count in COUNTS:
@@ -160,7 +160,10 @@ def rounds(trees: list[tuple[int, ...]], rows: list[int]) -> tuple[list[Tensor],
             part = slice(plan.offsets[b], plan.offsets[b + 1])
             outputs[row] = (o[part], y[part])
         # Rows commit paths of different length, so their logs differ from then on.
-        paths = [tree.path_to((7 * r + turn) % tree.num_nodes) for r, tree in zip(rows, chosen)]
+        paths = [
+            tree.path_to((7 * r + turn) % tree.num_nodes)
+            for r, tree in zip(rows, chosen, strict=True)
+        ]
         state.commit([slots[r] for r in rows], paths)
     return [outputs[r][0] for r in rows], [outputs[r][1] for r in rows]
 
@@ -183,7 +186,9 @@ def test_fold_does_not_depend_on_the_slots_beside() -> None:
     u = x.v * x.beta.unsqueeze(-1)
     one_by_one = S
     for i in range(9):
-        one_by_one = reference.fold(one_by_one, Factors(x.k[i : i + 1], u[i : i + 1], x.g[i : i + 1]))
+        one_by_one = reference.fold(
+            one_by_one, Factors(x.k[i : i + 1], u[i : i + 1], x.g[i : i + 1])
+        )
     assert torch.equal(reference.fold(S, Factors(x.k, u, x.g)), one_by_one)
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from specla.errors import ExactnessUnavailable
 
 MAX_ROWS = 64
-# Bytes. Where an operand starts, and whether its rows lie close, can change the order of additions.
+# Bytes. Where an operand starts and how far its rows lie apart can change its bits.
 ALIGNMENT = 64
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SPLITS = (0, 256, 1024)

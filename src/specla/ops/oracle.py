@@ -49,9 +49,7 @@ def gdn_paths(
     return PathResult(*(torch.stack(part) for part in zip(*outputs, strict=True)))
 
 
-def conv_paths(
-    x: Tensor, weight: Tensor, tail: Tensor, parents: Sequence[int]
-) -> Tensor:
+def conv_paths(x: Tensor, weight: Tensor, tail: Tensor, parents: Sequence[int]) -> Tensor:
     """Causal convolution and SiLU along every path. x [N, C], weight [C, W], tail [W-1, C]."""
     outputs = []
     for node in range(len(parents)):

@@ -127,7 +127,7 @@ class State:
         paths[b]: node indices from node 0 down, never empty.
         """
         for slot, path in zip(slots, paths, strict=True):
-            assert path and path[0] == 0, f"a path starts at node 0, slot {slot} got {path}"
+            assert tuple(path[:1]) == (0,), f"a path starts at node 0, slot {slot} got {path}"
             self.logs[slot].commit(tuple(path))
 
     def advance(self, slot: int, num_tokens: int) -> None:
@@ -175,6 +175,7 @@ class State:
         layer, layers = self.layers[0], self.shape.num_layers
         entry = sum(store[0, 0].nbytes for store in layer.factors) if self.num_entries else 0
         conv = layer.tail[0].nbytes + layer.inputs[0].nbytes
+        held = (t for x in self.layers for t in (x.S, *x.factors, x.tail, x.inputs))
         return StateBytes(
             base=layers * layer.S[0].nbytes,
             log=layers * entry * self.log_capacity,
@@ -182,7 +183,7 @@ class State:
             conv=layers * conv,
             candidate=layers * entry,
             candidate_conv=layers * layer.inputs[0, 0, 0].nbytes,
-            total=sum(t[0].nbytes for x in self.layers for t in (x.S, *x.factors, x.tail, x.inputs)),
+            total=sum(tensor[0].nbytes for tensor in held),
         )
 
     @property
