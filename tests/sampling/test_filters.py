@@ -25,21 +25,22 @@ def kept(logits, params: SamplingParams) -> dict[int, float]:
 
 
 def by_hand(logits: np.ndarray, params: SamplingParams) -> dict[int, float]:
-    """Token by token in float64: temperature, top-k, top-p, min-p."""
+    """Token by token in float64: temperature, min-p, top-k, top-p."""
     scaled = logits.astype(np.float64) / params.temperature
     ranked = sorted(range(len(logits)), key=lambda t: (-scaled[t], t))
     if params.top_k > 0:
         ranked = ranked[: params.top_k]
     weight = {t: np.exp(scaled[t] - scaled[ranked[0]]) for t in ranked}
+    ranked = [t for t in ranked if weight[t] >= params.min_p]
     if params.top_p < 1:
-        total, before, nucleus = sum(weight.values()), 0.0, []
+        total, before, nucleus = sum(weight[t] for t in ranked), 0.0, []
         for token in ranked:
             if before >= params.top_p * total:
                 break
             nucleus.append(token)
             before += weight[token]
         ranked = nucleus
-    return {t: np.log(weight[t]) for t in ranked if weight[t] >= params.min_p}
+    return {t: np.log(weight[t]) for t in ranked}
 
 
 @PROPERTY
@@ -68,6 +69,8 @@ def test_filters_equal_the_plain_reading(values, temperature, top_k, top_p, min_
         ({"top_k": -1}, {0, 1, 2, 3, 4}),
         ({"top_p": 1e-9}, {1}),
         ({"min_p": 1.0}, {1, 2, 3}),
+        # min-p goes first, so the nucleus is one of what it leaves.
+        ({"min_p": 0.5, "top_p": 0.64}, {1, 2}),
         ({"min_p": 0.5}, {1, 2, 3}),
         ({"top_k": 4, "min_p": 0.1}, {0, 1, 2, 3}),
         ({"top_k": 4, "top_p": 0.5}, {1, 2}),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the target's logits to the law a token is drawn from, per node.
 
-Order: logit bias; repetition, frequency, presence penalties; min_tokens; then temperature, top-k,
-top-p, min-p. Meanings are vLLM's, ties go to the lower token id. Penalties count the node's own
+Order: logit bias; repetition, frequency, presence penalties; min_tokens; then temperature, min-p,
+top-k, top-p. Order and meanings are vLLM's, ties go to the lower token id. Penalties count the node's own
 history: prompt and output plus the drafts on the path to the node, never a sibling's.
 
 Invariant (rule I4): a row's law has the same bits alone and in any batch. So every reduction here
@@ -126,7 +126,7 @@ def _penalise(logits: Tensor, params: SamplingParams, history: History) -> None:
 
 
 def law(logits: Tensor, params: Sequence[SamplingParams], *, sort: bool) -> Law:
-    """Temperature, top-k, top-p and min-p.
+    """Temperature, min-p, top-k and top-p.
 
     Args:
         logits: float32 [n, V], adjusted; every row's maximum finite.
@@ -146,10 +146,10 @@ def law(logits: Tensor, params: Sequence[SamplingParams], *, sort: bool) -> Law:
     # In float64 and relative to the maximum, so that no temperature > 0 overflows.
     scores = logits.to(torch.float64)
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature
+    scores.masked_fill_(scores.exp() < min_p, -torch.inf)
     if sort:
         _keep_top_k(scores, params)
         _keep_top_p(scores, params)
-    scores.masked_fill_(scores.exp() < min_p, -torch.inf)
     # All three keep a prefix of the ranking, so a sorted law can be cut.
     width = int((scores > -torch.inf).sum(-1).max()) if sort else scores.shape[1]
     return Law(token_ids[:, :width], scores[:, :width])
