@@ -129,7 +129,7 @@ def neumann_inverse(A: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("nodes", "least_wrong"), [(32, 1e-3), (64, 1e3)])
-@pytest.mark.parametrize("correlation", [0.9, 0.97])
+@pytest.mark.parametrize("correlation", [0.9, 0.95])
 def test_correlated_keys(nodes: int, least_wrong: float, correlation: float) -> None:
     """Slow decay, beta .95: powers of A grow combinatorially although (I + A)^-1 stays small."""
     parents = chain(nodes)
