@@ -89,8 +89,12 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     _check(config)
     reasons: dict[str, str] = {}
     drafter = _drafter(config, reasons)
+    if drafter == "none" and config.max_nodes > 1:
+        reasons["max_nodes"] = "1: drafter none proposes nothing, and candidates cost memory"
     if config.log_capacity is None:
         reasons["log_capacity"] = "0 on a CPU: replaying a factor costs as much as writing S"
+    if config.threads is None:
+        reasons["threads"] = "torch's own choice"
     return ResolvedConfig(
         model=config.model,
         revision=config.revision,
@@ -100,7 +104,7 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         dtype=_dtype(config.dtype, reasons),
         mode="plain" if config.mode == "plain" else "exact",
         max_slots=config.max_slots,
-        max_nodes=config.max_nodes,
+        max_nodes=1 if drafter == "none" else config.max_nodes,
         log_capacity=config.log_capacity or 0,
         prefill_chunk=config.prefill_chunk,
         threads=config.threads or torch.get_num_threads(),
@@ -116,9 +120,12 @@ def environment(name: str) -> str | None:
 def _check(config: EngineConfig) -> None:
     if config.mode not in MODES:
         raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {config.mode!r}")
+    for name in ("model", "drafter", "device", "dtype"):
+        if not isinstance(getattr(config, name), str):
+            raise ConfigError(f"{name} must be a string, got {getattr(config, name)!r}")
     for name in ("max_slots", "max_nodes", "prefill_chunk"):
         value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not _is_int(value) or value < 1:
             raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
     if config.prefill_chunk % PREFILL_UNIT:
         raise ConfigError(
@@ -127,8 +134,12 @@ def _check(config: EngineConfig) -> None:
         )
     for name in ("log_capacity", "threads"):
         value, least = getattr(config, name), 0 if name == "log_capacity" else 1
-        if value is not None and (not isinstance(value, int) or value < least):
+        if value is not None and (not _is_int(value) or value < least):
             raise ConfigError(f"{name} must be None or an integer >= {least}, got {value!r}")
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def _drafter(config: EngineConfig, reasons: dict[str, str]) -> str:
@@ -138,6 +149,8 @@ def _drafter(config: EngineConfig, reasons: dict[str, str]) -> str:
                 f"mode plain is plain autoregressive decoding, got drafter {config.drafter!r}; "
                 "use drafter none, or mode exact"
             )
+        if config.drafter == "auto":
+            reasons["drafter"] = "none: mode plain is plain autoregressive decoding"
         return "none"
     if config.drafter != "auto":
         return config.drafter
@@ -147,14 +160,13 @@ def _drafter(config: EngineConfig, reasons: dict[str, str]) -> str:
 
 def _device(device: str, reasons: dict[str, str]) -> str:
     if device == "auto":
-        if torch.cuda.is_available():
-            reasons["device"] = "cpu: this version has no CUDA kernels"
+        reasons["device"] = "cpu: this version has no CUDA kernels"
         return "cpu"
     if device == "cpu":
         return device
     if device.split(":")[0] == "cuda":
         raise KernelUnavailable(
-            f"device must be cpu in this version, got {device!r}: CUDA kernels are not part of it; "
+            f"device must be cpu in this version, got {device!r}: it has no CUDA kernels yet; "
             "use --device cpu"
         )
     raise ConfigError(f"device must be auto or cpu, got {device!r}")

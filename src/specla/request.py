@@ -7,7 +7,7 @@ Plain Python records: none of them may hold a tensor. Names and defaults are vLL
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +19,12 @@ FinishReason = Literal["stop", "length", "abort"]
 def _require(ok: bool, param: str, must: str, given: object) -> None:
     if not ok:
         raise RequestRejected(f"{param} must be {must}, got {given!r}", param=param)
+
+
+def _as_tuple(param: str, values: object, what: str) -> tuple[object, ...]:
+    ok = isinstance(values, Iterable) and not isinstance(values, bytes)
+    _require(ok, param, what, values)
+    return (values,) if isinstance(values, str) else tuple(values)  # type: ignore[arg-type]
 
 
 def _is_int(x: object) -> bool:
@@ -78,9 +84,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _as_tuple("stop", self.stop, "non-empty strings"))
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids, "token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", "a mapping", self.logit_bias)
         self._check_law()
         self._check_ends()
 
@@ -125,6 +132,9 @@ class SamplingParams:
             _require(isinstance(text, str) and text != "", "stop", "non-empty strings", text)
         for token in self.stop_token_ids:
             _require(_is_int(token) and token >= 0, "stop_token_ids", "token ids", token)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, "True or False", value)
         ok = self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20)
         _require(ok, "logprobs", "None or an integer in [0, 20]", self.logprobs)
 

@@ -64,12 +64,16 @@ class Running:
                 "stop strings need a tokenizer, the model has none; use stop_token_ids",
                 param="stop",
             )
-        stream = tokenizer and TextStream(
-            tokenizer,
-            prompt_token_ids=request.prompt_token_ids,
-            stop=params.stop,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
+        stream = (
+            None
+            if tokenizer is None
+            else TextStream(
+                tokenizer,
+                prompt_token_ids=request.prompt_token_ids,
+                stop=params.stop,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
         )
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
         return cls(request, list(request.prompt_token_ids), frozenset(ends), stream)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""resolve(): every choice is made and explained, every bad value is refused with a cure."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from specla.config import DEFAULT_DRAFTER, DTYPES, EngineConfig, ResolvedConfig, resolve
+from specla.errors import ConfigError, KernelUnavailable
+
+# What is chosen when nothing is said, and has to be explained.
+CHOSEN = ("drafter", "device", "dtype", "log_capacity", "threads")
+
+
+def test_every_choice_is_made_and_explained() -> None:
+    config = resolve(EngineConfig())
+    assert "auto" not in config.summary().values()
+    assert None not in (getattr(config, name) for name in CHOSEN)
+    assert set(config.reasons) == set(CHOSEN)
+    for name in ("drafter", "device", "dtype", "log_capacity"):
+        assert config.reasons[name].startswith(str(getattr(config, name)))
+
+
+def test_what_is_asked_for_is_kept_and_needs_no_reason() -> None:
+    asked = EngineConfig(
+        model="somewhere",
+        revision="main",
+        drafter="ngram",
+        drafter_options={"num_draft_tokens": 3},
+        device="cpu",
+        dtype="float64",
+        max_slots=3,
+        max_nodes=5,
+        log_capacity=7,
+        prefill_chunk=128,
+        threads=1,
+    )
+    config = resolve(asked)
+    for field in fields(asked):
+        assert getattr(config, field.name) == getattr(asked, field.name)
+    assert not config.reasons
+
+
+def test_both_records_have_the_same_settings() -> None:
+    asked = {field.name for field in fields(EngineConfig)}
+    assert {field.name for field in fields(ResolvedConfig)} == {*asked, "reasons"}
+
+
+@pytest.mark.parametrize("drafter", ["auto", "none"])
+def test_plain_mode_drafts_nothing(drafter: str) -> None:
+    config = resolve(EngineConfig(mode="plain", drafter=drafter))
+    assert (config.mode, config.drafter, config.max_nodes) == ("plain", "none", 1)
+    assert ("drafter" in config.reasons) == (drafter == "auto")
+
+
+def test_without_a_drafter_there_is_no_room_for_candidates() -> None:
+    config = resolve(EngineConfig(drafter="none", max_nodes=16))
+    assert config.max_nodes == 1
+    assert config.reasons["max_nodes"].startswith("1: ")
+    assert "max_nodes" not in resolve(EngineConfig(drafter="none", max_nodes=1)).reasons
+
+
+def test_auto_is_a_drafter_that_exists() -> None:
+    from specla import drafters
+
+    assert resolve(EngineConfig()).drafter == DEFAULT_DRAFTER == drafters.resolve_name("auto")
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes(name: str) -> None:
+    assert resolve(EngineConfig(dtype=name)).torch_dtype == getattr(torch, name)
+
+
+BAD_SIZES = (0, -1, 1.5, True, False, "8", None)
+BAD: list[tuple[str, object]] = [
+    *((name, bad) for name in ("max_slots", "max_nodes", "prefill_chunk") for bad in BAD_SIZES),
+    *(("log_capacity", bad) for bad in (-1, 1.5, True, "3")),
+    *(("threads", bad) for bad in (0, -1, 1.5, True, "3")),
+    *(("prefill_chunk", bad) for bad in (1, 63, 65, 100)),
+    *(("mode", bad) for bad in ("fast", "", "EXACT", None)),
+    *(("dtype", bad) for bad in ("fp32", "float16", "", None, torch.float32)),
+    *(("device", bad) for bad in ("gpu", "mps", "", "cpu:0", None, 0)),
+    *(("drafter", bad) for bad in (None, 3)),
+    *(("model", bad) for bad in (None, 3)),
+]
+
+
+@pytest.mark.parametrize(("name", "bad"), BAD, ids=lambda x: str(x))
+def test_bad_values_are_refused(name: str, bad: object) -> None:
+    """What must hold, and what was given."""
+    with pytest.raises(ConfigError) as refused:
+        resolve(replace(EngineConfig(), **{name: bad}))
+    message = str(refused.value)
+    assert message.startswith(f"{name} must be")
+    assert f"got {bad!r}" in message
+    assert "\n" not in message
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
+def test_a_device_without_kernels_is_not_replaced(device: str) -> None:
+    with pytest.raises(KernelUnavailable, match="use --device cpu") as refused:
+        resolve(EngineConfig(device=device))
+    assert repr(device) in str(refused.value)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "eagle"])
+def test_plain_mode_with_a_drafter_has_no_meaning(drafter: str) -> None:
+    with pytest.raises(ConfigError, match="use drafter none, or mode exact") as refused:
+        resolve(EngineConfig(mode="plain", drafter=drafter))
+    assert drafter in str(refused.value)
+
+
+def test_resolving_twice_gives_the_same() -> None:
+    assert resolve(EngineConfig()) == resolve(EngineConfig())
+
+
+def test_options_are_a_copy() -> None:
+    options: dict[str, object] = {"num_draft_tokens": 3}
+    config = resolve(EngineConfig(drafter="ngram", drafter_options=options))
+    options["num_draft_tokens"] = 4
+    assert config.drafter_options == {"num_draft_tokens": 3}
