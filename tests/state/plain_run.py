@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from tiny_decoder import VOCAB
 from torch import Tensor
 
@@ -50,8 +51,10 @@ class PlainRun:
     """`at(prompt, tokens)`: prompt is an index into PROMPTS, tokens start with the prompt's last
     token, as rounds do."""
 
-    def __init__(self, decoder: Decoder, shape: RecurrentShape) -> None:
-        self._decoder, self._shape = decoder, shape
+    def __init__(
+        self, decoder: Decoder, shape: RecurrentShape, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._decoder, self._shape, self._dtype = decoder, shape, dtype
         self._kept: dict[tuple[int, tuple[int, ...]], Context] = {}
         # Read by mutants: they leave the truth alone.
         self.running = False
@@ -80,7 +83,7 @@ class PlainRun:
         if not tokens:
             state, slot = self._prefilled(prompt)
             return Context(None, state.committed_state(slot))
-        state = State(self._shape, num_slots=1, max_nodes=1)
+        state = self._new_state()
         slot = state.acquire()
         before = self.at(prompt, tokens[:-1]).committed
         for i, (S, tail) in enumerate(before):
@@ -89,8 +92,11 @@ class PlainRun:
         logits = self._round(state, slot, tokens[-1])
         return Context(logits, state.committed_state(slot))
 
+    def _new_state(self) -> State:
+        return State(self._shape, num_slots=1, max_nodes=1, dtype=self._dtype)
+
     def _prefilled(self, prompt: int) -> tuple[State, int]:
-        state = State(self._shape, num_slots=1, max_nodes=1)
+        state = self._new_state()
         slot = state.acquire()
         if PROMPTS[prompt][:-1]:
             self._decoder.prefill(PROMPTS[prompt][:-1], slot, state)
