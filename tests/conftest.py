@@ -18,7 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from hypothesis import settings
+from hypothesis import settings  # noqa: E402
 
 # The same examples for everyone in CI; new ones each time for those who look for bugs by hand.
 settings.register_profile("ci", deadline=None, derandomize=True)

@@ -14,17 +14,17 @@ ROOT = Path(__file__).parents[1]
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 PYTHON = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")])
 TEXT = {".md", ".toml", ".txt", ".yaml", ".yml", ".py", ".csv", ".cff", ""}
-SKIPPED = {".git", "build", "dist", "LICENSE"}
+FOLDERS = (".ci", ".github", "docs", "results", "src", "tests")
 # Home folders and scratch folders of some machine.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|home|root|Users|opt|mnt)/\w")
 
 
 def repository_files() -> Iterator[Path]:
-    for path in ROOT.rglob("*"):
-        parts = path.relative_to(ROOT).parts
-        hidden = any(p.startswith(".") and p not in (".ci", ".github") for p in parts[:-1])
-        skipped = any(p in SKIPPED or p.endswith(".egg-info") for p in parts)
-        if not hidden and not skipped and path.is_file() and path.suffix in TEXT:
+    """Text files of the repository; virtual environments and caches lie beside these folders."""
+    top = [path for path in ROOT.iterdir() if path.is_file() and path.name != "LICENSE"]
+    below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    for path in [*top, *below]:
+        if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts:
             yield path
 
 
