@@ -17,11 +17,13 @@ from specla.engine.running import Running
 from specla.engine.scheduler import Scheduler, request_fits
 from specla.engine.stats import EngineStats
 from specla.engine.text import Decoder
+from specla.errors import InvalidTree
 from specla.models.base import TargetModel
 from specla.request import Request, StreamDelta
 from specla.sampling.accept import Verdict, accept
 from specla.sampling.filters import validate
 from specla.state import State
+from specla.topology.tree import DraftTree
 
 
 class Engine:
@@ -104,7 +106,7 @@ class Engine:
     def _round(self, rows: Sequence[Running]) -> list[Verdict]:
         phase, slots = self.stats.phase, [row.slot for row in rows]
         with phase("draft"):
-            trees = self.drafter.draft([row.draft_row(self.state.max_nodes) for row in rows])
+            trees = self._draft(rows)
         with phase("verify"):
             plan = self.state.begin(slots, trees)
             logits = self.model.verify(plan, self.state)
@@ -119,6 +121,25 @@ class Engine:
                 ]
             )
         return verdicts
+
+    def _draft(self, rows: Sequence[Running]) -> list[DraftTree]:
+        """The drafter's trees. A wrong guess is free, a wrong node 0 would be another text."""
+        trees = self.drafter.draft([row.draft_row(self.state.max_nodes) for row in rows])
+        vocab_size = self.model.info.vocab_size
+        for row, tree in zip(rows, trees, strict=True):
+            if tree.tokens[0] != row.tokens[-1]:
+                raise InvalidTree(
+                    f"node 0 must be the row's last token, {row.tokens[-1]}, got {tree.tokens[0]} "
+                    f"from drafter {self.drafter.info.name}",
+                    node=0,
+                )
+            if (top := max(tree.tokens)) >= vocab_size:
+                raise InvalidTree(
+                    f"drafts must be token ids in [0, {vocab_size}), got {top} from drafter "
+                    f"{self.drafter.info.name}",
+                    node=tree.tokens.index(top),
+                )
+        return trees
 
     def _prefill(self) -> None:
         """One chunk of every prompt that is not in the state yet, all but its last token."""
