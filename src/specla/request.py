@@ -13,7 +13,7 @@ from typing import Literal
 
 from specla.errors import RequestRejected
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 def _require(ok: bool, param: str, must: str, given: object) -> None:
@@ -84,6 +84,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, empty)
         object.__setattr__(self, "stop", _as_tuple("stop", self.stop, "non-empty strings"))
         ids = _as_tuple("stop_token_ids", self.stop_token_ids, "token ids")
         object.__setattr__(self, "stop_token_ids", ids)
@@ -191,8 +194,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The result of one request. `token_ids` excludes nothing the text includes and ends with
-    the end token where one was generated."""
+    """The result of one request.
+
+    `token_ids` excludes nothing the text includes and ends with the end token where one was
+    generated. `stop_reason` is the stop string or the id in stop_token_ids that ended it, None
+    for the model's own end token, and what went wrong where `finish_reason` is "error".
+    """
 
     request_id: str
     prompt: str | None

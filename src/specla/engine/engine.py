@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from specla.drafters.base import Drafter, Observation
 from specla.engine.running import Running
 from specla.engine.scheduler import Scheduler, request_fits
@@ -21,9 +23,26 @@ from specla.errors import InvalidTree
 from specla.models.base import TargetModel
 from specla.request import Request, StreamDelta
 from specla.sampling.accept import Verdict, accept
+from specla.sampling.draw import InvalidLogits
 from specla.sampling.filters import validate
 from specla.state import State
 from specla.topology.tree import DraftTree
+
+# What becomes of a row whose logits or parameters leave no token to draw: node 0 is committed,
+# as verify has prepared, and the row leaves.
+NO_TOKEN = Verdict(
+    path=(0,),
+    emitted=(),
+    finish=None,
+    stop_token=None,
+    logprobs=None,
+    num_drafted=0,
+    offered_depth=0,
+)
+NOTHING_TO_DRAW = (
+    "some token must have a finite logit after all filters, got none: the sampling parameters "
+    "forbid every token, or the model returned NaN; check penalties, min_tokens, the checkpoint"
+)
 
 
 class Engine:
@@ -111,16 +130,44 @@ class Engine:
             plan = self.state.begin(slots, trees)
             logits = self.model.verify(plan, self.state)
         with phase("accept"):
-            verdicts = accept(logits.float(), trees, plan.offsets, [row.law() for row in rows])
+            verdicts = self._accept(logits.float(), trees, plan.offsets, rows)
         with phase("commit"):
             self.state.commit(slots, [verdict.path for verdict in verdicts])
             self.drafter.observe(
                 [
                     Observation(slot=slot, tree=tree, path=v.path, emitted=v.emitted)
                     for slot, tree, v in zip(slots, trees, verdicts, strict=True)
+                    if v is not NO_TOKEN
                 ]
             )
         return verdicts
+
+    def _accept(
+        self,
+        logits: Tensor,
+        trees: Sequence[DraftTree],
+        offsets: Sequence[int],
+        rows: Sequence[Running],
+    ) -> list[Verdict]:
+        """One verdict per row. A row that leaves nothing to draw from ends, the others go on."""
+        laws, good = [row.law() for row in rows], list(range(len(rows)))
+        verdicts: dict[int, Verdict] = {}
+        while len(verdicts) < len(rows):
+            try:
+                found = accept(
+                    logits,
+                    [trees[b] for b in good],
+                    [offsets[b] for b in good],
+                    [laws[b] for b in good],
+                )
+            except InvalidLogits as error:
+                for b in [good[i] for i in error.rows]:
+                    good.remove(b)
+                    verdicts[b] = NO_TOKEN
+                    rows[b].end("error", NOTHING_TO_DRAW)
+            else:
+                verdicts |= zip(good, found, strict=True)
+        return [verdicts[b] for b in range(len(rows))]
 
     def _draft(self, rows: Sequence[Running]) -> list[DraftTree]:
         """The drafter's trees. A wrong guess is free, a wrong node 0 would be another text."""
@@ -155,7 +202,8 @@ class Engine:
     def _finish(self, rows: Sequence[Running], verdicts: Sequence[Verdict]) -> list[StreamDelta]:
         deltas = []
         for row, verdict in zip(rows, verdicts, strict=True):
-            self.stats.acceptance.add(**row.take(verdict))
+            if verdict is not NO_TOKEN:
+                self.stats.acceptance.add(**row.take(verdict))
             deltas.append(self._leave(row) if row.finish_reason else row.delta())
         return deltas
 

@@ -138,7 +138,9 @@ class Running:
         }
         self.acceptance.add(**counts)
         if verdict.finish:
-            self.end(verdict.finish, verdict.stop_token)
+            # The model's own end token is no reason to name: it is the ordinary end (vLLM too).
+            named = verdict.stop_token in self.request.params.stop_token_ids
+            self.end(verdict.finish, verdict.stop_token if named else None)
         if self.text is not None:
             self._take_text(self.text.put(verdict.emitted))
         return counts
@@ -179,7 +181,7 @@ class Running:
         if delta.stop_reason is not None and self.stop_reason != delta.stop_reason:
             del self.tokens[len(self.prompt) + delta.num_tokens :]
             del self.logprobs[delta.num_tokens :]
-            if self.finish_reason != "abort":
+            if self.finish_reason not in ("abort", "error"):
                 self.end("stop", delta.stop_reason)
 
     def _deliver(self, text: str, count: int, completion: Completion | None) -> StreamDelta:
