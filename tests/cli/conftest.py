@@ -33,13 +33,16 @@ class StubLLM:
         if "load" in self.behaviour:
             raise self.behaviour["load"]
         self.name, self.options, self.calls = model, options, []
+        self.drafters_seen: list[Any] = []
         template = self.behaviour.get("chat_template", True)
         self.tokenizer = types.SimpleNamespace(has_chat_template=template)
         info = types.SimpleNamespace(architecture="StubForCausalLM")
         self.model = types.SimpleNamespace(
             info=info, device="cpu", dtype="torch.float32", check_rows=self.check_rows
         )
-        self.config = types.SimpleNamespace(summary=lambda: dict(options, model=model))
+        name = "suffix" if options["drafter"] == "auto" else options["drafter"]
+        self.config = types.SimpleNamespace(drafter=name, drafter_options={})
+        self.engine = types.SimpleNamespace(drafter=None)
         if options.get("progress"):
             options["progress"](1, 1)
         self.made.append(self)
@@ -52,6 +55,7 @@ class StubLLM:
         many = [prompts] if isinstance(prompts, str) else list(prompts)
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         self.calls.append(("generate", many))
+        self.drafters_seen.append(self.engine.drafter)
         for prompt in many:
             if prompt == "reject me":
                 raise RequestRejected("the prompt must fit, got too much; shorten it")

@@ -122,6 +122,14 @@ def test_compare(stub: Any, capsys: CAPTURE) -> None:
     assert all(len([c for c in m.calls if c[0] == "generate"]) == 3 for m in stub.made)
 
 
+def test_no_run_of_a_comparison_remembers_another(stub: Any) -> None:
+    main(["generate", "--compare", "-p", "one two three", "--repeats", "2"])
+    seen = stub.made[2].drafters_seen
+    assert len(seen) == 3
+    assert len({id(drafter) for drafter in seen}) == 3
+    assert seen[0].info.name == "suffix"
+
+
 def test_compare_fails_when_outputs_differ(stub: Any, capsys: CAPTURE) -> None:
     stub.behaviour["lie"] = True
     assert main(["generate", "--compare", "-p", "one two three"]) == 5

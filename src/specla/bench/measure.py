@@ -21,7 +21,8 @@ LOOP_WINDOW, LOOP_PERIOD = 64, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to decode: `run(prompt, params)` gives the completion."""
+    """One way to decode: `run(prompt, params)` gives the completion and remembers nothing of
+    it, or repeats would measure the memory."""
 
     name: str
     run: Callable[[str, SamplingParams], Completion]

@@ -80,7 +80,7 @@ def _record(table: list[Row], repeats: int) -> dict[str, object]:
 
 def _print_table(table: list[Row], spec: Completion) -> None:
     grid = Table(box=None, pad_edge=False)
-    for name in ("", "tokens/s", "vs plain AR", "vs exact AR", "tokens/round", "acceptance"):
+    for name in ("", "tokens/s", "vs plain", "vs exact", "tokens/round", "acceptance"):
         grid.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in table:
         name = f"speculative ({spec.speculation.drafter})" if row is table[-1] else row.method
@@ -93,7 +93,7 @@ def _print_table(table: list[Row], spec: Completion) -> None:
             f"{row.acceptance:.0%}" if row.acceptance is not None else "-",
         )
     print_line("")
-    Console(highlight=False, width=None).print(grid)
+    Console(highlight=False).print(grid)
     if is_looping(spec.token_ids):
         note("note: the text loops at its end, which makes drafting look better than it is")
     if spec.speculation.fallback:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 
@@ -11,7 +10,7 @@ import typer
 
 from specla.errors import SpeclaError
 
-OUT_OF_MEMORY, INCORRECT, INTERRUPTED, BROKEN_PIPE = 4, 5, 130, 141
+OUT_OF_MEMORY, INCORRECT, INTERRUPTED = 4, 5, 130
 
 # The common base of all of click's errors, without naming click: newer typers carry their own.
 _ClickError = typer.BadParameter.__mro__[2]
@@ -22,10 +21,7 @@ def report(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error, file=sys.stderr)
     code, message = describe(error)
-    if code == BROKEN_PIPE:
-        # The reader left (`specla ... | head`). Nothing to say; keep Python's own flush quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif message:
+    if message:
         typer.echo(f"specla: error: {message}", err=True)
     return code
 
@@ -38,8 +34,6 @@ def describe(error: BaseException) -> tuple[int, str]:
         return _usage(error)
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED, "interrupted"
-    if isinstance(error, BrokenPipeError):
-        return BROKEN_PIPE, ""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY, (
             f"the model and its state must fit in memory, got: {one_line(str(error))}; "

@@ -51,9 +51,16 @@ def user_turn(text: str) -> list[Message]:
 
 
 def runner(llm: LLM, form: str) -> Callable[[str, SamplingParams], Completion]:
-    """One prompt in, one completion out, in the given prompt format."""
+    """One prompt in, one completion out, in the given prompt format, for measurements.
+
+    Every run gets a drafter that remembers nothing: one that keeps finished outputs would recite
+    them when the same prompt comes again, and the repeats of a benchmark are the same prompt.
+    """
+    from specla import drafters
 
     def run(prompt: str, params: SamplingParams) -> Completion:
+        options = llm.config.drafter_options
+        llm.engine.drafter = drafters.build(llm.config.drafter, options=options)
         if form == "raw":
             return llm.generate(prompt, params)[0]
         return llm.chat(user_turn(prompt), params)[0]
