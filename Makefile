@@ -10,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.specla-stamp
 JOBS   ?= 2
-PROMPT ?= Liam has 14 apples. He buys 3 bags with 6 apples in each bag. How many apples does he have now?
+PROMPT ?= Tom has 20 marbles. He gives 5 marbles to Ben and 3 marbles to Lisa. How many marbles does he have left?
 ARGS   ?=
 
 # With a GPU, torch comes in its default (CUDA) build and its pin is lifted.
