@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The differentiable model: against a token-by-token oracle, across boundaries, and step by step."""
+"""The differentiable model: against a token-by-token oracle, across boundaries, and step by
+step."""
+
+import itertools
 
 import pytest
 import torch
@@ -87,7 +90,7 @@ def test_packed_documents_do_not_see_each_other(cuts):
     """Each document of a packed row has the logits and gradients it has alone."""
     model, ids = model_of(SHAPES[0]), torch.randint(0, 97, (29,))
     edges = (0, *cuts, 29)
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(itertools.pairwise(edges))
     segments = torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(spans)])
     packed = model(ids[None], segments[None], chunk=8)[0]
     for a, b in spans:

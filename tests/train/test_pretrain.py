@@ -14,7 +14,8 @@ TOY = GDNShape(32, 1, 2, 8, 2.0, 48, 64)
 
 
 def toy_pool(name: str, seed: int, documents: int = 40) -> Pool:
-    """Documents of 3 to 30 tokens; token = 5 + document number modulo 50, so origins are visible."""
+    """Documents of 3 to 30 tokens; token = 5 + document number modulo 50, so origins are
+    visible."""
     rng, parts = np.random.default_rng(seed), []
     for i in range(documents):
         part = np.full(rng.integers(3, 30), 5 + i % 50, np.uint16)
@@ -40,7 +41,8 @@ def test_rows_hold_whole_documents_cut_only_at_the_end():
         starts = (packed & START_BIT) != 0
         assert starts[:, 0].all()
         tokens, segments, weights = unpack(packed)
-        assert (weights[:, :-1][starts[:, 1:]] == 0).all() and (weights[:, -1] == 0).all()
+        assert (weights[:, :-1][starts[:, 1:]] == 0).all()
+        assert (weights[:, -1] == 0).all()
         inside = segments[:, 1:] == segments[:, :-1]
         assert (tokens[:, 1:] == tokens[:, :-1])[inside].all()
         assert set(weights.unique().tolist()) == {0.0, 0.25, 1.0}
@@ -65,7 +67,8 @@ def test_resumed_run_repeats_the_uninterrupted_one(pools, tmp_path):
     head = [first.train_step().item() for _ in range(3)]
     first.save(tmp_path / "run")
     second = trainer_of(pools, 8)
-    assert second.restore(tmp_path / "run") and second.step == 3
+    assert second.restore(tmp_path / "run")
+    assert second.step == 3
     tail = [second.train_step().item() for _ in range(5)]
     assert head + tail == losses
     assert losses[-1] < losses[0]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing and reading the demo model as a checkpoint in fla's format: bf16 shards, index, config."""
+"""Writing and reading the demo model as a checkpoint in fla's format: bf16 shards, index,
+config."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Textbook Python functions on numbers, strings, lists and dicts, with varied names and constants."""
+"""Textbook Python functions on numbers, strings, lists and dicts, with varied names and
+constants."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import textwrap
 
 from specla.train.functions import Function
 
-# name | arguments | what it does | body. $t, $s, $l, $k stand for names and constants drawn per use.
+# name | arguments | what it does | body. $n, $t, $l and $k stand for names and a constant.
 CLASSICS = """
 is_even | $n | return True if $n is even | return $n % 2 == 0
 is_odd | $n | return True if $n is odd | return $n % 2 == 1

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text sources of the demo model and their splits: GSM8K, gsm_symbolic, a corpus of Python packages.
+"""Text sources of the demo model and their splits: GSM8K, gsm_symbolic, a corpus of Python
+packages.
 
-Every split is a function of the text alone (hashes, never random state), so preparing the data twice
+Every split is a function of the text alone (hashes, never random state), so preparing the data
+twice
 gives the same documents. Problems are dicts with ``question`` and ``answer``.
 """
 
@@ -27,10 +29,11 @@ def digest(text: str) -> int:
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """All problems of a ``.jsonl`` or ``.jsonl.xz`` file, calculator marks ``<<...>>`` stripped."""
-    opened = lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
-    with opened as lines:
-        rows = [json.loads(line) for line in lines]
+    """All problems of a ``.jsonl`` or ``.jsonl.xz`` file, calculator marks ``<<...>>``
+    stripped."""
+    raw = path.read_bytes()
+    text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode()
+    rows = [json.loads(line) for line in text.splitlines()]
     return [{"question": r["question"].strip(), "answer": strip_marks(r["answer"])} for r in rows]
 
 
@@ -46,7 +49,7 @@ def skeleton(question: str) -> frozenset[tuple[str, str]]:
     """Word pairs of a question with numbers masked and capitalised words (names) left out."""
     text = re.sub(r"\$?\d[\d,./]*", "#", question)
     words = [w for w in re.findall(r"[A-Za-z']+|#", text) if not w[0].isupper()]
-    return frozenset(zip(words, words[1:], strict=False))
+    return frozenset(itertools.pairwise(words))
 
 
 def jaccard(a: frozenset, b: frozenset) -> float:
@@ -70,8 +73,11 @@ def cluster_templates(problems: list[Problem], threshold: float = 0.3) -> list[i
     return [known[skeleton(p["question"])] for p in problems]
 
 
-def isolated_templates(problems: list[Problem], labels: list[int], margin: float = 0.15) -> list[int]:
-    """Templates with many members whose nearest other template is far: holding them out is honest."""
+def isolated_templates(
+    problems: list[Problem], labels: list[int], margin: float = 0.15
+) -> list[int]:
+    """Templates with many members whose nearest other template is far: holding them out is
+    honest."""
     members: dict[int, list[frozenset]] = {}
     for problem, label in zip(problems, labels, strict=True):
         members.setdefault(label, []).append(skeleton(problem["question"]))
@@ -143,7 +149,8 @@ def is_prose_like(source: str) -> bool:
 
 
 def python_documents(path: Path, limit: int | None = None) -> dict[str, list[str]]:
-    """The corpus as ``train`` and ``held_out`` sources; whole packages and single files held out."""
+    """The corpus as ``train`` and ``held_out`` sources; whole packages and single files held
+    out."""
     parts: dict[str, list[str]] = {"train": [], "held_out": []}
     seen: set[int] = set()
     for name, raw in itertools.islice(read_python(path), limit):

@@ -5,9 +5,12 @@ Per head, with state S [K, V], decay e^g, write strength beta:
 
     S <- e^g S,    u = beta (v - k S),    S <- S + k^T u,    o = q S
 
-Inside a chunk, G is the running sum of g and D_ij = e^{G_i - G_j} for j <= i in the same document, masked
-before the exponential. One unit lower triangular inverse P = (I + tril(beta k k^T * D, -1))^-1 turns the
-chunk into a linear map of the state, S_out = M S_in + N, so only one small matrix product per chunk is
+Inside a chunk, G is the running sum of g and D_ij = e^{G_i - G_j} for j <= i in the same
+document, masked
+before the exponential. One unit lower triangular inverse P = (I + tril(beta k k^T * D, -1))^-1
+turns the
+chunk into a linear map of the state, S_out = M S_in + N, so only one small matrix product per
+chunk is
 sequential.
 """
 
@@ -21,8 +24,10 @@ from torch import Tensor
 def chunk_masks(segments: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Boundary masks of packed rows. ``segments`` [B, T], T a multiple of ``chunk`` after padding.
 
-    Returns pair [B, n, C, C] (j <= i, same document), first [B, n, C] (token continues the document
-    before the chunk), last [B, n, C] (token is in the document that ends the chunk), whole [B, n] (that
+    Returns pair [B, n, C, C] (j <= i, same document), first [B, n, C] (token continues the
+    document
+    before the chunk), last [B, n, C] (token is in the document that ends the chunk), whole [B, n]
+    (that
     document also came before the chunk).
     """
     padding = -segments.shape[1] % chunk
@@ -115,7 +120,8 @@ def chunk_delta_rule(
 ) -> Tensor:
     """The rule on packed rows from an empty state.
 
-    ``q``, ``k`` [B, T, H, K] (normalised, q scaled), ``v`` [B, T, H, V], ``g``, ``beta`` [B, T, H],
+    ``q``, ``k`` [B, T, H, K] (normalised, q scaled), ``v`` [B, T, H, V], ``g``, ``beta`` [B, T,
+    H],
     ``masks`` from `chunk_masks` -> outputs [B, T, H, V].
     """
     length, chunk = q.shape[1], masks[0].shape[-1]

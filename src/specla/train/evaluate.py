@@ -36,7 +36,10 @@ LONGEST_DOCUMENT = 2048
 @torch.no_grad()
 def token_bits(model: GDNLanguageModel, rows: list[list[int]], batch: int = 32) -> list[Tensor]:
     """Bits of every token after the first, per row."""
-    device, order = model.model.embeddings.weight.device, sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    device, order = (
+        model.model.embeddings.weight.device,
+        sorted(range(len(rows)), key=lambda i: len(rows[i])),
+    )
     found: dict[int, Tensor] = {}
     for first in range(0, len(rows), batch):
         part = order[first : first + batch]
@@ -49,18 +52,24 @@ def token_bits(model: GDNLanguageModel, rows: list[list[int]], batch: int = 32) 
     return [found[i] for i in range(len(rows))]
 
 
-def problem_bits(model: GDNLanguageModel, tokenizer: Tokenizer, problems: list[dict]) -> dict[str, float]:
+def problem_bits(
+    model: GDNLanguageModel, tokenizer: Tokenizer, problems: list[dict]
+) -> dict[str, float]:
     """Bits per byte of whole exchanges and of the answers alone (end token included)."""
     rows = [tokenizer.encode(render(p["question"], p["answer"])).ids for p in problems]
     bits = token_bits(model, rows)
-    answers = [b[row.index(ASSISTANT_ID) :].sum().item() for row, b in zip(rows, bits, strict=True)]
+    answers = [
+        b[row.index(ASSISTANT_ID) :].sum().item() for row, b in zip(rows, bits, strict=True)
+    ]
     size = lambda key: sum(len(p[key].encode()) for p in problems)  # noqa: E731
     whole = sum(b.sum().item() for b in bits)
     return {"bits_per_byte": whole / (size("question") + size("answer")),
             "answer_bits_per_byte": sum(answers) / size("answer")}  # fmt: skip
 
 
-def python_bits(model: GDNLanguageModel, tokenizer: Tokenizer, files: list[str]) -> dict[str, float]:
+def python_bits(
+    model: GDNLanguageModel, tokenizer: Tokenizer, files: list[str]
+) -> dict[str, float]:
     """Bits per byte of files, cut to their first 2,048 tokens."""
     rows = [tokenizer.encode(text).ids[:LONGEST_DOCUMENT] for text in files]
     size = sum(len(tokenizer.decode(row[1:], skip_special_tokens=False).encode()) for row in rows)
@@ -99,7 +108,9 @@ def code_of(text: str) -> str:
 
 def described_prompt(function: Function) -> str:
     """The wording used to score functions."""
-    return render(f"Write a Python function `{function.signature}` that {third_person(function.does)}.")
+    return render(
+        f"Write a Python function `{function.signature}` that {third_person(function.does)}."
+    )
 
 
 def stub_of(function: Function) -> str:
@@ -133,10 +144,14 @@ class Evaluation:
         self.report[name]["exact_answers"] = sum(right) / len(right)
 
     def functions(self, rows: list[dict]) -> None:
-        """Held-out combinations of generated functions: does the answer behave like the reference?"""
+        """Held-out combinations of generated functions: does the answer behave like the
+        reference?"""
         asked = [Function(**row) for row in rows]
         outputs = self.decode("functions", [described_prompt(f) for f in asked])
-        right = [agrees(code_of(d.text), f.source(), f.name) for d, f in zip(outputs, asked, strict=True)]
+        right = [
+            agrees(code_of(d.text), f.source(), f.name)
+            for d, f in zip(outputs, asked, strict=True)
+        ]
         self.report["functions"]["behave_alike"] = sum(right) / len(right)
 
     def mined(self, rows: list[dict]) -> None:
@@ -149,7 +164,10 @@ class Evaluation:
         """HumanEval, evaluation only: one greedy answer per task."""
         with gzip.open(path, "rt") as lines:
             tasks = [json.loads(line) for line in lines]
-        prompts = [render(f"Complete this function:\n```python\n{t['prompt'].rstrip()}\n```") for t in tasks]
+        prompts = [
+            render(f"Complete this function:\n```python\n{t['prompt'].rstrip()}\n```")
+            for t in tasks
+        ]
         outputs = self.decode("humaneval", prompts)
         passed = [passes_tests(code_of(d.text), t) for d, t in zip(outputs, tasks, strict=True)]
         self.report["humaneval"]["pass_at_1"] = sum(passed) / len(passed)
@@ -168,7 +186,9 @@ class Evaluation:
 Given = Annotated[Path, typer.Option()]
 
 
-def main(model: Given, heldout: Given, out: Given, humaneval: Path | None = None, limit: int = 1000) -> None:
+def main(
+    model: Given, heldout: Given, out: Given, humaneval: Path | None = None, limit: int = 1000
+) -> None:
     """Writes the report and samples as JSON."""
     torch.set_float32_matmul_precision("highest")
     began, device = time.time(), "cuda" if torch.cuda.is_available() else "cpu"
@@ -178,8 +198,8 @@ def main(model: Given, heldout: Given, out: Given, humaneval: Path | None = None
     result = {"report": evaluation.report, "samples": evaluation.samples}
     out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     for name, row in evaluation.report.items():
-        print(f"{name:24s}", {k: round(v, 4) for k, v in row.items()})
-    print(f"evaluated in {time.time() - began:.0f} s")
+        typer.echo(f"{name:24s} { {k: round(v, 4) for k, v in row.items()} }")
+    typer.echo(f"evaluated in {time.time() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ FILTERS = (
     ("positive", "positive", "{x} > 0"), ("negative", "negative", "{x} < 0"),
     ("nonzero", "non-zero", "{x} != 0"), ("all", "", ""), ("all", "", ""),
     ("large", "greater than {n}", "{x} > {n}"), ("small", "less than {n}", "{x} < {n}"),
-    ("divisible", "divisible by {n}", "{x} % {n} == 0"), ("at_least", "at least {n}", "{x} >= {n}"),
+    ("divisible", "divisible by {n}", "{x} % {n} == 0"),
+    ("at_least", "at least {n}", "{x} >= {n}"),
     ("two_digit", "between 10 and 99", "10 <= {x} <= 99"),
 )  # fmt: skip
 MAPS = (
@@ -65,9 +66,15 @@ def list_function(rng: random.Random) -> Function:
     test, value, adjective = test.format(**names), value.format(**names), adjective.format(**names)
     items = conjunction("numbers", adjective)
     of = f"{phrase} the {items}" if phrase else f"the {items}"
-    what = {"sum": f"the sum of {of}", "list": f"a list of {of}", "product": f"the product of {of}",
-            "count": f"how many {items} there are", "largest": f"the largest of {of}",
-            "smallest": f"the smallest of {of}", "average": f"the average of {of}"}[how]  # fmt: skip
+    what = {
+        "sum": f"the sum of {of}",
+        "list": f"a list of {of}",
+        "product": f"the product of {of}",
+        "count": f"how many {items} there are",
+        "largest": f"the largest of {of}",
+        "smallest": f"the smallest of {of}",
+        "average": f"the average of {of}",
+    }[how]
     value = x if how == "count" else value
     word = "" if how == "count" else word
     name = "_".join(p for p in (how, kind if kind != "all" else "", word) if p)
@@ -79,6 +86,15 @@ def list_function(rng: random.Random) -> Function:
     return Function(name, f"{name}({arg})", does, body)
 
 
+def choice(name: str) -> dict[str, str]:
+    """What is returned of a list that may be empty, by reduction."""
+    return {
+        "largest": f"max({name}) if {name} else None",
+        "smallest": f"min({name}) if {name} else None",
+        "average": f"sum({name}) / len({name}) if {name} else 0.0",
+    }
+
+
 def comprehension_body(how: str, x: str, arg: str, test: str, value: str) -> str:
     """The body written with a comprehension."""
     condition = f" if {test}" if test else ""
@@ -87,9 +103,9 @@ def comprehension_body(how: str, x: str, arg: str, test: str, value: str) -> str
         line = {"sum": f"sum({inner})", "list": f"[{inner}]", "count": f"len([{inner}])"}[how]
         return f"    return {line}\n"
     if how == "product":
-        return f"    result = 1\n    for {x} in [{inner}]:\n        result *= {x}\n    return result\n"
-    end = {"largest": "max(chosen) if chosen else None", "smallest": "min(chosen) if chosen else None",
-           "average": "sum(chosen) / len(chosen) if chosen else 0.0"}[how]  # fmt: skip
+        lines = ["result = 1", f"for {x} in [{inner}]:", f"    result *= {x}", "return result"]
+        return "".join(f"    {line}\n" for line in lines)
+    end = choice("chosen")[how]  # fmt: skip
     return f"    chosen = [{inner}]\n    return {end}\n"
 
 
@@ -100,8 +116,7 @@ def loop_body(how: str, x: str, arg: str, test: str, value: str) -> str:
         "count": ("count = 0", "count += 1", "count"),
         "product": ("result = 1", f"result *= {value}", "result"),
     }.get(how, ("result = []", f"result.append({value})", "result"))
-    end = {"largest": "max(result) if result else None", "smallest": "min(result) if result else None",
-           "average": "sum(result) / len(result) if result else 0.0"}.get(how, end)  # fmt: skip
+    end = choice("result").get(how, end)  # fmt: skip
     lines = [f"    {start}", f"    for {x} in {arg}:"]
     lines += [f"        if {test}:", f"            {step}"] if test else [f"        {step}"]
     return "\n".join([*lines, f"    return {end}", ""])
@@ -120,13 +135,16 @@ def is_held_out(function: Function) -> bool:
 
 
 def ask(function: Function, rng: random.Random) -> str:
-    """One document about a function: a chat exchange in one of several wordings, or plain source."""
+    """One document about a function: a chat exchange in one of several wordings, or plain
+    source."""
     way = rng.random()
     name, does = f"`{function.signature.split(' ->')[0]}`", function.does
     third = third_person(does)
     code = f"```python\n{function.source(doc=way < 0.75)}```"
     if way < 0.35:
-        verb = rng.choice(("Write a Python function", "Implement a Python function", "Write a function"))
+        verb = rng.choice(
+            ("Write a Python function", "Implement a Python function", "Write a function")
+        )
         return render(f"{verb} {name} that {third}.", code)
     if way < 0.45:
         return render(f"Write a Python function {name}.\n\n{does[0].upper() + does[1:]}.", code)

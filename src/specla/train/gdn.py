@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A differentiable Gated DeltaNet language model in plain PyTorch, with fla's parameter names.
 
-Shapes: B rows, T tokens a row, H heads, K and V the key and value dims, C tokens a chunk, D the width.
-Rows hold several packed documents. ``segments`` [B, T] numbers them, and nothing crosses a boundary: not
+Shapes: B rows, T tokens a row, H heads, K and V the key and value dims, C tokens a chunk, D the
+width.
+Rows hold several packed documents. ``segments`` [B, T] numbers them, and nothing crosses a
+boundary: not
 the convolution's window, not the decayed state, not a gradient.
 
-Matrix products outside the recurrence run in the model's ``compute`` dtype; the residual stream, the
+Matrix products outside the recurrence run in the model's ``compute`` dtype; the residual stream,
+the
 norms and the recurrence stay in float32 (or float64 for float64 weights).
 """
 
@@ -95,7 +98,8 @@ class ShortConvolution(nn.Module):
 
 
 def convolve(u: Tensor, weight: Tensor, taps: Tensor) -> Tensor:
-    """Depthwise causal convolution, then SiLU. ``u`` [B, T, D], ``weight`` [D, W], ``taps`` [B, T, W]."""
+    """Depthwise causal convolution, then SiLU. ``u`` [B, T, D], ``weight`` [D, W], ``taps`` [B,
+    T, W]."""
     width, length = weight.shape[1], u.shape[1]
     padded = F.pad(u, (0, 0, width - 1, 0)).to(weight.dtype)
     total = sum(
@@ -240,10 +244,11 @@ class GDNLanguageModel(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """fla's initialisation: normal(0, range) matrices, A in (0, 16), dt log-uniform in [1e-3, 0.1]."""
+        """fla's initialisation: normal(0, range) matrices, A in (0, 16), dt log-uniform in [1e-3,
+        0.1]."""
         for name, p in self.named_parameters():
             if name.endswith("conv1d.weight"):
-                nn.init.uniform_(p, -p.shape[-1] ** -0.5, p.shape[-1] ** -0.5)
+                nn.init.uniform_(p, -(p.shape[-1] ** -0.5), p.shape[-1] ** -0.5)
             elif name.endswith("A_log"):
                 p.uniform_(1e-4, 16).log_()
             elif name.endswith("dt_bias"):

@@ -28,7 +28,8 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised per matrix (Jordan et al., 2024), matrices of one shape as one batch."""
+    """Momentum orthogonalised per matrix (Jordan et al., 2024), matrices of one shape as one
+    batch."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95,
                  weight_decay: float = 0.0) -> None:  # fmt: skip

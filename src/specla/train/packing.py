@@ -2,7 +2,8 @@
 """Token pools and the sampler that packs their documents into rows.
 
 A pool is one uint16 array. Bits 0-12 hold the token, bit 14 marks a token whose loss counts little
-(a user's turn), bit 15 the first token of a document. Rows are filled with whole documents one after
+(a user's turn), bit 15 the first token of a document. Rows are filled with whole documents one
+after
 another; the document that meets a row's end is cut there, so a row never starts inside one.
 """
 
@@ -20,7 +21,8 @@ TOKEN_BITS, LIGHT_BIT, START_BIT = 0x1FFF, 1 << 14, 1 << 15
 
 @dataclass
 class Pool:
-    """Documents of one source: ``tokens`` uint16, ``starts`` int64 [n + 1] with the end as sentinel."""
+    """Documents of one source: ``tokens`` uint16, ``starts`` int64 [n + 1] with the end as
+    sentinel."""
 
     name: str
     tokens: np.ndarray
@@ -36,7 +38,8 @@ class Pool:
         return len(self.starts) - 1
 
     def mean_length(self, row: int) -> float:
-        """Mean tokens of a document once packed: one that meets the row's end is cut, half on average."""
+        """Mean tokens of a document once packed: one that meets the row's end is cut, half on
+        average."""
         lengths = np.minimum(np.diff(self.starts), row)
         return float((lengths * (1 - lengths / (2 * row))).mean())
 
@@ -55,7 +58,9 @@ class Sampler:
         self.step, self.cursors = 0, [0] * len(pools)
         weights = np.array([s / p.mean_length(length) for s, p in zip(shares, pools, strict=True)])
         self.odds = weights / weights.sum()
-        self.mean = float(sum(o * p.mean_length(length) for o, p in zip(self.odds, pools, strict=True)))
+        self.mean = float(
+            sum(o * p.mean_length(length) for o, p in zip(self.odds, pools, strict=True))
+        )
         self.offsets = np.cumsum([0] + [len(p.tokens) for p in pools])[:-1]
         everything = np.concatenate([p.tokens for p in pools]).view(np.int16)
         self.tokens = torch.from_numpy(everything).to(device)
@@ -73,7 +78,9 @@ class Sampler:
         """The permutation of a pool's documents in one epoch."""
         key = (pool, epoch)
         if key not in self.orders:
-            self.orders = {k: v for k, v in self.orders.items() if k[0] != pool or k[1] == epoch - 1}
+            self.orders = {
+                k: v for k, v in self.orders.items() if k[0] != pool or k[1] == epoch - 1
+            }
             rng = np.random.default_rng((self.seed, pool, epoch))
             self.orders[key] = rng.permutation(self.pools[pool].documents)
         return self.orders[key]
@@ -115,7 +122,8 @@ class Sampler:
         return flat.reshape(self.rows, self.length)
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens int64, segments int32, loss weights float32 of the target after each token: [B, T]."""
+        """tokens int64, segments int32, loss weights float32 of the target after each token: [B,
+        T]."""
         device = self.tokens.device
         at = torch.from_numpy(self.positions())
         at = at.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else at

@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,7 +23,12 @@ from tokenizers import Tokenizer
 
 from specla.train import corpus, functions, mining, problems, talk
 from specla.train.chat import (
-    ASSISTANT_ID, DOCUMENT_END, DOCUMENT_END_ID, END, SPECIAL_TOKENS, USER_ID, render,
+    ASSISTANT_ID,
+    DOCUMENT_END,
+    END,
+    SPECIAL_TOKENS,
+    USER_ID,
+    render,
 )  # fmt: skip
 from specla.train.packing import LIGHT_BIT, START_BIT
 
@@ -36,16 +40,17 @@ BATCH = 4000
 
 def start_worker(path: str) -> None:
     """Loads the tokenizer once in each worker process."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     WORKER["tokenizer"] = Tokenizer.from_file(path)
 
 
 def encode(documents: Iterable[str], seed: int, bos: float) -> np.ndarray:
-    """Documents as one pool array: some after an opening ``<|endoftext|>``, plain ones closed by it."""
+    """Documents as one pool array: some after an opening ``<|endoftext|>``, plain ones closed by
+    it."""
     rng, rows = random.Random(seed), []
     texts = [d if d.endswith(END) else d + DOCUMENT_END for d in documents]
     texts = [DOCUMENT_END + t if rng.random() < bos else t for t in texts]
-    for encoding in WORKER["tokenizer"].encode_batch(texts, add_special_tokens=False):
+    for text in texts:  # one at a time: every core already runs a worker
+        encoding = WORKER["tokenizer"].encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint16)
         light = np.cumsum(ids == USER_ID) > np.cumsum(ids == ASSISTANT_ID)
         ids |= np.where(light, LIGHT_BIT, 0).astype(np.uint16)
@@ -74,7 +79,8 @@ def encode_generated(first: int) -> dict[str, np.ndarray]:
             [functions.ask(f, rng) for f in asked if not functions.is_held_out(f)], first, 0.1
         ),
         "talk": encode(
-            [talk.conversation(p, rng) for p in several] + [talk.small_talk(rng) for _ in range(100)],
+            [talk.conversation(p, rng) for p in several]
+            + [talk.small_talk(rng) for _ in range(100)],
             first, 0.1,
         ),
     }  # fmt: skip
@@ -103,7 +109,8 @@ def batches(rows: list, size: int) -> list[list]:
 
 
 def held_out_sets(folder: Path, symbolic: dict, python: list[str]) -> dict[str, list]:
-    """Evaluation texts of every domain, at most 500 problems each; a function of the data alone."""
+    """Evaluation texts of every domain, at most 500 problems each; a function of the data
+    alone."""
     some = lambda rows: sorted(rows, key=lambda r: corpus.digest(r["question"]))[:500]  # noqa: E731
     words = list(problems.word_problems(range(10**9, 10**9 + 25_000), held_out=True))
     rng, asked = random.Random(7), {}
@@ -126,7 +133,8 @@ def held_out_sets(folder: Path, symbolic: dict, python: list[str]) -> dict[str, 
 
 def main(data: Given, out: Given, tokenizer: Given, generated: int = 1_000_000, workers: int = 0,
          files: int | None = None) -> None:  # fmt: skip
-    """Writes all pools. ``--generated`` counts word problems, ``--files`` limits Python for trials."""
+    """Writes all pools. ``--generated`` counts word problems, ``--files`` limits Python for
+    trials."""
     began = time.time()
     out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
@@ -136,14 +144,16 @@ def main(data: Given, out: Given, tokenizer: Given, generated: int = 1_000_000, 
         symbolic = corpus.split_symbolic(corpus.read_problems(data / "gsm_symbolic_40k.jsonl.xz"))
         python = corpus.python_documents(data / "corpus.txt.xz", files)
         rows = {"symbolic": symbolic["train"], "gsm8k": corpus.read_problems(data / "train.jsonl")}
-        jobs = [(encode_python, (part, i), "") for i, part in enumerate(batches(python["train"], 100))]
+        jobs = [
+            (encode_python, (part, i), "") for i, part in enumerate(batches(python["train"], 100))
+        ]
         jobs += [(encode_problems, (part, i), name) for name, group in rows.items()
                  for i, part in enumerate(batches(group, 2000))]  # fmt: skip
         late = pool.map_async(run, jobs, chunksize=1)
         held = held_out_sets(data, symbolic, python["held_out"])
         (out / "heldout.json").write_text(json.dumps(held))
         write_pools(out, early.get() + late.get())
-    print(f"prepared in {time.time() - began:.0f} s")
+    typer.echo(f"prepared in {time.time() - began:.0f} s")
 
 
 def write_pools(out: Path, results: list[dict[str, np.ndarray]]) -> None:
@@ -153,14 +163,11 @@ def write_pools(out: Path, results: list[dict[str, np.ndarray]]) -> None:
         joined = np.concatenate([r[name] for r in results if name in r])
         np.save(out / f"{name}.npy", joined)
         sizes[name] = {"tokens": len(joined), "documents": int(((joined & START_BIT) != 0).sum())}
-        print(f"{name:12s} {sizes[name]['tokens']:>12,} tokens {sizes[name]['documents']:>10,} documents")
+        typer.echo(
+            f"{name:12s} {sizes[name]['tokens']:>12,} tokens {sizes[name]['documents']:>10,} "
+            f"documents"
+        )
     (out / "pools.json").write_text(json.dumps(sizes, indent=1))
-
-
-def eight_grams(text: str) -> set[tuple[str, ...]]:
-    """Word 8-grams, case and punctuation ignored: the overlap check between training and tests."""
-    words = re.findall(r"[a-z0-9']+", text.lower())
-    return {tuple(words[i : i + 8]) for i in range(len(words) - 7)}
 
 
 if __name__ == "__main__":

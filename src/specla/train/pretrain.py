@@ -4,7 +4,8 @@
 ``python -m specla.train.pretrain --data POOLS --out DIR --minutes M --stop-after S``
 
 The schedule spans ``--minutes`` of training time, summed over all runs; one run ends after
-``--stop-after`` minutes. DIR holds the trainer's state, the loss log (log.csv) and, after every run,
+``--stop-after`` minutes. DIR holds the trainer's state, the loss log (log.csv) and, after every
+run,
 the checkpoint in bf16. POOLS comes from `specla.train.prepare`.
 """
 
@@ -20,6 +21,8 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from specla.train.checkpoint import save_checkpoint
@@ -31,6 +34,9 @@ SHARES = {
     "symbolic": 0.14, "gsm8k": 0.03, "generated": 0.24, "arithmetic": 0.04, "talk": 0.04,
     "python": 0.31, "mined": 0.10, "functions": 0.10,
 }  # fmt: skip
+
+
+STATE = "trainer.safetensors"
 
 
 @dataclass
@@ -52,7 +58,8 @@ class Recipe:
 
 
 def loss_of(model: GDNLanguageModel, hidden: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
-    """Weighted cross-entropy of the next token, summed: ``hidden`` [N, D], ``tokens`` [N] targets."""
+    """Weighted cross-entropy of the next token, summed: ``hidden`` [N, D], ``tokens`` [N]
+    targets."""
     logits = model.logits(hidden)
     losses = F.cross_entropy(logits.float(), tokens, reduction="none")
     return (losses * weights).sum()
@@ -109,29 +116,52 @@ class Trainer:
         return loss.detach()
 
     def save(self, folder: Path) -> None:
-        """Trainer state (atomically) and the bf16 checkpoint."""
+        """The trainer (tensors and JSON, replaced in one rename) and the bf16 checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            "recipe": asdict(self.recipe), "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "sampler": self.sampler.state_dict(),
-            "clock": (self.step, self.seconds, self.tokens),
-        }  # fmt: skip
-        torch.save(state, folder / "trainer.tmp")
-        (folder / "trainer.tmp").rename(folder / "trainer.pt")
+        tensors = dict(self.model.state_dict()) | self.optimizer_tensors()
+        clock = {"step": self.step, "seconds": self.seconds, "tokens": self.tokens}
+        notes = {"recipe": asdict(self.recipe), "sampler": self.sampler.state_dict(), **clock}
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            folder / "trainer.tmp",
+            {"notes": json.dumps(notes)},
+        )
+        (folder / "trainer.tmp").rename(folder / STATE)
         save_checkpoint(self.model, folder / "checkpoint")
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the optimisers' states as ``optimizer.KEY.PARAMETER``."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        return {
+            f"optimizer.{key}.{names[p]}": value
+            for optimizer in self.optimizers
+            for p, state in optimizer.state.items()
+            for key, value in state.items()
+        }
 
     def restore(self, folder: Path) -> bool:
         """Continues from a saved trainer, if there is one."""
-        if not (folder / "trainer.pt").exists():
+        if not (folder / STATE).exists():
             return False
-        state = torch.load(folder / "trainer.pt", map_location=self.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.sampler.load_state_dict(state["sampler"])
-        self.step, self.seconds, self.tokens = state["clock"]
+        with safe_open(folder / STATE, "pt", self.device) as file:
+            notes = json.loads(file.metadata()["notes"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: tensors[name] for name in own})
+        self.restore_optimizers(tensors)
+        self.sampler.load_state_dict(notes["sampler"])
+        self.step, self.seconds, self.tokens = notes["step"], notes["seconds"], notes["tokens"]
         return True
+
+    def restore_optimizers(self, tensors: dict[str, Tensor]) -> None:
+        """The counterpart of `optimizer_tensors`."""
+        owner = {p: o for o in self.optimizers for g in o.param_groups for p in g["params"]}
+        params = dict(self.model.named_parameters())
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                _, key, parameter = name.split(".", 2)
+                p = params[parameter]
+                owner[p].state[p][key] = tensor
 
 
 class Log:
@@ -145,10 +175,16 @@ class Log:
         self.sum, self.count = self.sum + loss, self.count + 1
         if self.count < self.every:
             return False
-        row = [trainer.step, trainer.tokens, round(trainer.seconds, 2), round(float(self.sum) / self.count, 4)]
-        print(*row, flush=True)
+        row = [
+            trainer.step,
+            trainer.tokens,
+            round(trainer.seconds, 2),
+            round(float(self.sum) / self.count, 4),
+        ]
+        typer.echo(" ".join(map(str, row)))
+        fresh = not self.path.exists()
         with self.path.open("a", newline="") as file:
-            csv.writer(file).writerow(row)
+            csv.writer(file).writerows([("step", "tokens", "seconds", "loss")] * fresh + [row])
         self.sum, self.count = 0.0, 0
         return True
 
@@ -177,9 +213,9 @@ def main(data: Given, out: Given, minutes: float = 20.0, stop_after: float = 1e9
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(recipe, data, GDNShape(**json.loads(shape)), device)
     resumed = trainer.restore(out)
-    print(f"{'resumed at' if resumed else 'starting at'} step {trainer.step}", flush=True)
+    typer.echo(f"{'resumed at' if resumed else 'starting at'} step {trainer.step}")
     train(trainer, out, stop_after, every)
-    print(f"step {trainer.step}, {trainer.tokens:,} tokens, {trainer.seconds:.0f} s")
+    typer.echo(f"step {trainer.step}, {trainer.tokens:,} tokens, {trainer.seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """An unlimited generator of grade-school word problems with worked solutions.
 
-A template is a function of a `Draw`: it draws names, things and numbers, and returns a question, the
-steps of its solution, and the answer. Every equation in a step is written by `Draw.eq`, which computes
-its right-hand side, so solutions are right by construction; `equations` finds them again for checking.
+A template is a function of a `Draw`: it draws names, things and numbers, and returns a question,
+the
+steps of its solution, and the answer. Every equation in a step is written by `Draw.eq`, which
+computes
+its right-hand side, so solutions are right by construction; `equations` finds them again for
+checking.
 Templates live in ``problems_*.py`` and register themselves with ``@template``.
 """
 
@@ -51,22 +54,30 @@ class Person(NamedTuple):
         return self.they.capitalize()
 
 
-WOMEN = (
-    "Amina Bella Carmen Daria Elena Fatima Greta Hana Ingrid Julia Keiko Leila Mona Nadia Olga Priya "
-    "Rosa Sofia Tara Uma Vera Wendy Yara Zoe Alice Beth Clara Diana Emma Grace Helen Isla Jane Kate "
-    "Lily Mary Nora Paula Ruth Sara Tina Anna Lucy Maya Linda Susan Karen Amy Ella Mia Olivia Ava"
-).split()
-MEN = (
-    "Ahmed Boris Carlos Diego Emil Felix Goran Hugo Ivan Jamal Kenji Luca Marco Nils Omar Pablo Quinn "
-    "Rafael Stefan Tomas Umar Viktor Walter Yusuf Zack Adam Ben Chris David Eric Frank George Henry "
-    "Ian Jack Kevin Leo Max Noah Oscar Peter Ryan Sam Tom Will John James Michael Paul Mark Daniel"
-).split()
-THINGS = (
-    "marbles stickers pencils books apples oranges cookies shells stamps coins cards buttons balloons "
-    "beads crayons erasers peaches plums pears lemons muffins postcards badges magnets toy_cars ribbons "
-    "candles walnuts pebbles keychains puzzles bracelets tomatoes carrots eggs bagels notebooks figurines"
-).replace("_", " ").split(" ")
-THINGS = [t for t in THINGS if t not in ("toy", "cars")] + ["toy cars", "seed packets", "comic books"]
+def words(text: str) -> list[str]:
+    """The words of a list written as one string."""
+    return text.split()
+
+
+WOMEN = words(
+    "Amina Bella Carmen Daria Elena Fatima Greta Hana Ingrid Julia Keiko Leila Mona Nadia Olga "
+    "Priya Rosa Sofia Tara Uma Vera Wendy Yara Zoe Alice Beth Clara Diana Emma Grace Helen Isla "
+    "Jane Kate Lily Mary Nora Paula Ruth Sara Tina Anna Lucy Maya Linda Susan Karen Amy Ella Mia "
+    "Olivia Ava"
+)
+MEN = words(
+    "Ahmed Boris Carlos Diego Emil Felix Goran Hugo Ivan Jamal Kenji Luca Marco Nils Omar Pablo "
+    "Quinn Rafael Stefan Tomas Umar Viktor Walter Yusuf Zack Adam Ben Chris David Eric Frank "
+    "George Henry Ian Jack Kevin Leo Max Noah Oscar Peter Ryan Sam Tom Will John James Michael "
+    "Paul Mark Daniel"
+)
+SINGLE_WORDS = words(
+    "marbles stickers pencils books apples oranges cookies shells stamps coins cards buttons "
+    "balloons beads crayons erasers peaches plums pears lemons muffins postcards badges magnets "
+    "ribbons candles walnuts pebbles keychains puzzles bracelets tomatoes carrots eggs bagels "
+    "notebooks figurines"
+)
+THINGS = [*SINGLE_WORDS, "toy cars", "seed packets", "comic books"]
 
 
 class Draw:
@@ -89,7 +100,11 @@ class Draw:
     def person(self) -> Person:
         """A person not drawn before in this problem."""
         name = next(self.names)
-        return Person(name, "she", "her", "her") if name in WOMEN else Person(name, "he", "him", "his")
+        return (
+            Person(name, "she", "her", "her")
+            if name in WOMEN
+            else Person(name, "he", "him", "his")
+        )
 
     def thing(self) -> str:
         """A plural noun of things one can own."""
@@ -172,8 +187,12 @@ def arithmetic(seed: int) -> Problem:
         (f"{a} + {b} - {min(c, a)}", f"{a} plus {b} minus {min(c, a)}"),
     )
     asked = draw.pick(words, words, expression.replace("*", draw.pick("*", "x", "times")))
-    question = draw.pick("What is {}?", "Compute {}.", "Calculate {}.", "How much is {}?", "{} = ?")
+    question = draw.pick(
+        "What is {}?", "Compute {}.", "Calculate {}.", "How much is {}?", "{} = ?"
+    )
     equation = draw.eq(expression)
     value = equation.split("= ")[1]
-    answer = draw.pick(equation, f"{equation}\n#### {value}", f"{equation}\nThe answer is {value}.")
+    answer = draw.pick(
+        equation, f"{equation}\n#### {value}", f"{equation}\nThe answer is {value}."
+    )
     return {"question": question.format(asked), "answer": answer}

@@ -12,10 +12,10 @@ def distance_two_legs(d: Draw) -> Sketch:
     v, t, w, s = d.n(3, 90), d.n(2, 9), d.n(3, 90), d.n(2, 9)
     way = d.pick("drives", "rides", "travels")
     q = d.pick(
-        f"{p.name} {way} {t} hours at {v} km per hour and then {s} hours at {w} km per hour. How many "
-        f"kilometers is that in total?",
-        f"On a trip {p.name} keeps a speed of {v} km/h for {t} hours, and of {w} km/h for another {s} "
-        f"hours. How long is the trip in kilometers?",
+        f"{p.name} {way} {t} hours at {v} km per hour and then {s} hours at {w} km per hour. How "
+        f"many kilometers is that in total?",
+        f"On a trip {p.name} keeps a speed of {v} km/h for {t} hours, and of {w} km/h for another "
+        f"{s} hours. How long is the trip in kilometers?",
     )
     steps = [
         f"The first part is {d.eq(f'{v} * {t}')} km.",
@@ -30,10 +30,10 @@ def time_for_distance(d: Draw) -> Sketch:
     p = d.person()
     v, t, rest = d.n(4, 80), d.n(2, 12), d.n(1, 4)
     q = d.pick(
-        f"{p.name} has to cover {v * t} miles at {v} miles per hour and takes {rest} hours of breaks. "
-        f"After how many hours does {p.they} arrive?",
-        f"The road to the coast is {v * t} miles long. {p.name} goes {v} miles in an hour and rests for "
-        f"{rest} hours on the way. How many hours does the journey last?",
+        f"{p.name} has to cover {v * t} miles at {v} miles per hour and takes {rest} hours of "
+        f"breaks. After how many hours does {p.they} arrive?",
+        f"The road to the coast is {v * t} miles long. {p.name} goes {v} miles in an hour and "
+        f"rests for {rest} hours on the way. How many hours does the journey last?",
     )
     steps = [
         f"Moving takes {d.eq(f'{v * t} / {v}')} hours.",
@@ -48,10 +48,10 @@ def reading_pages(d: Draw) -> Sketch:
     per, days, left = d.n(5, 60), d.n(2, 14), d.n(3, 20)
     total = per * days + per * left
     q = d.pick(
-        f"A novel has {total} pages. {p.name} reads {per} pages a day. After {days} days, how many more "
-        f"days are needed to finish it?",
-        f"{p.name} reads {per} pages every evening of a book with {total} pages. {days} evenings have "
-        f"passed. How many evenings remain?",
+        f"A novel has {total} pages. {p.name} reads {per} pages a day. After {days} days, how "
+        f"many more days are needed to finish it?",
+        f"{p.name} reads {per} pages every evening of a book with {total} pages. {days} evenings "
+        f"have passed. How many evenings remain?",
     )
     steps = [
         f"So far {p.name} has read {d.eq(f'{per} * {days}')} pages.",
@@ -66,10 +66,10 @@ def tank_filling(d: Draw) -> Sketch:
     fill, leak, minutes, start = d.n(6, 40), d.n(1, 5), d.n(5, 60), d.n(10, 200, 5)
     tank = d.pick("tank", "pool", "barrel", "pond", "cistern")
     q = d.pick(
-        f"A {tank} holds {start} liters. A pipe adds {fill} liters a minute while {leak} liters a minute "
-        f"leak out. How many liters are in the {tank} after {minutes} minutes?",
-        f"Every minute {fill} liters flow into a {tank} and {leak} liters flow out. It had {start} "
-        f"liters at first. What does it hold {minutes} minutes later?",
+        f"A {tank} holds {start} liters. A pipe adds {fill} liters a minute while {leak} liters a "
+        f"minute leak out. How many liters are in the {tank} after {minutes} minutes?",
+        f"Every minute {fill} liters flow into a {tank} and {leak} liters flow out. It had "
+        f"{start} liters at first. What does it hold {minutes} minutes later?",
     )
     steps = [
         f"Each minute the {tank} gains {d.eq(f'{fill} - {leak}')} liters.",
@@ -85,10 +85,10 @@ def machine_output(d: Draw) -> Sketch:
     rate, hours, days, bad = d.n(5, 90), d.n(2, 12), d.n(2, 7), d.n(1, 30)
     total = rate * hours * days
     q = d.pick(
-        f"A machine makes {rate} {x} an hour and runs {hours} hours a day. Over {days} days, {bad} of "
-        f"the {x} turn out faulty. How many good {x} are there?",
-        f"Running {hours} hours daily, a machine turns out {rate} {x} each hour. After {days} days "
-        f"{bad} are thrown away. How many {x} remain?",
+        f"A machine makes {rate} {x} an hour and runs {hours} hours a day. Over {days} days, "
+        f"{bad} of the {x} turn out faulty. How many good {x} are there?",
+        f"Running {hours} hours daily, a machine turns out {rate} {x} each hour. After {days} "
+        f"days {bad} are thrown away. How many {x} remain?",
     )
     steps = [
         f"A day gives {d.eq(f'{rate} * {hours}')} {x}.",
@@ -104,10 +104,10 @@ def practice_minutes(d: Draw) -> Sketch:
     a, b, days, weeks = d.n(10, 60, 5), d.n(5, 45, 5), d.n(2, 6), d.n(2, 9)
     one, two = d.pick(("piano", "flute"), ("running", "swimming"), ("Spanish", "French"))
     q = d.pick(
-        f"On {days} days a week {p.name} spends {a} minutes on {one} and {b} minutes on {two}. How many "
-        f"minutes is that in {weeks} weeks?",
-        f"{p.name} does {a} minutes of {one} and {b} minutes of {two} on each of {days} days per week. "
-        f"How many minutes add up over {weeks} weeks?",
+        f"On {days} days a week {p.name} spends {a} minutes on {one} and {b} minutes on {two}. "
+        f"How many minutes is that in {weeks} weeks?",
+        f"{p.name} does {a} minutes of {one} and {b} minutes of {two} on each of {days} days per "
+        f"week. How many minutes add up over {weeks} weeks?",
     )
     steps = [
         f"On one day it is {d.eq(f'{a} + {b}')} minutes.",
@@ -123,10 +123,10 @@ def hours_and_minutes(d: Draw) -> Sketch:
     hours, minutes, minus = d.n(1, 6), d.n(5, 55, 5), d.n(5, 40, 5)
     what = d.pick("a film", "a concert", "a meeting", "a flight", "an exam", "a match")
     q = d.pick(
-        f"{p.name} plans {hours} hours and {minutes} minutes for {what}, but it ends {minus} minutes "
-        f"early. How many minutes did it last?",
-        f"How many minutes does {what} last if it was meant to take {hours} hours and {minutes} minutes "
-        f"and {p.name} leaves {minus} minutes before the end?",
+        f"{p.name} plans {hours} hours and {minutes} minutes for {what}, but it ends {minus} "
+        f"minutes early. How many minutes did it last?",
+        f"How many minutes does {what} last if it was meant to take {hours} hours and {minutes} "
+        f"minutes and {p.name} leaves {minus} minutes before the end?",
     )
     steps = [
         f"{hours} hours are {d.eq(f'{hours} * 60')} minutes.",
@@ -142,10 +142,10 @@ def rectangle_fence(d: Draw) -> Sketch:
     a, b, cost = d.n(3, 60), d.n(3, 60), d.n(2, 15)
     place = d.pick("garden", "field", "yard", "playground", "paddock")
     q = d.pick(
-        f"A rectangular {place} is {a} meters long and {b} meters wide. A fence costs ${cost} a meter. "
-        f"What does {p.name} pay to fence the whole {place}?",
-        f"{p.name} puts a fence around a {place} of {a} m by {b} m. One meter of fence is ${cost}. "
-        f"What is the cost in dollars?",
+        f"A rectangular {place} is {a} meters long and {b} meters wide. A fence costs ${cost} a "
+        f"meter. What does {p.name} pay to fence the whole {place}?",
+        f"{p.name} puts a fence around a {place} of {a} m by {b} m. One meter of fence is "
+        f"${cost}. What is the cost in dollars?",
     )
     steps = [
         f"Length and width together are {d.eq(f'{a} + {b}')} meters.",
@@ -162,8 +162,8 @@ def floor_tiles(d: Draw) -> Sketch:
     need = a * b * per
     have = min(have, need - 1)
     q = d.pick(
-        f"A floor measures {a} m by {b} m, and each square meter takes {per} tiles. {p.name} already has "
-        f"{have} tiles. How many more must {p.they} get?",
+        f"A floor measures {a} m by {b} m, and each square meter takes {per} tiles. {p.name} "
+        f"already has {have} tiles. How many more must {p.they} get?",
         f"{p.name} tiles a room of {a} meters by {b} meters with {per} tiles per square meter. If "
         f"{have} tiles are in stock, how many are missing?",
     )
@@ -182,10 +182,10 @@ def cut_rope(d: Draw) -> Sketch:
     stuff = d.pick("rope", "ribbon", "wire", "cable", "string", "pipe")
     total = piece * count + rest
     q = d.pick(
-        f"From {total} meters of {stuff}, {p.name} cuts {count} pieces of {piece} meters. How many "
-        f"meters remain?",
-        f"{p.name} needs {count} pieces of {stuff}, {piece} meters each, and has {total} meters. What "
-        f"length is left over?",
+        f"From {total} meters of {stuff}, {p.name} cuts {count} pieces of {piece} meters. How "
+        f"many meters remain?",
+        f"{p.name} needs {count} pieces of {stuff}, {piece} meters each, and has {total} meters. "
+        f"What length is left over?",
     )
     steps = [
         f"The pieces use {d.eq(f'{count} * {piece}')} meters.",
@@ -198,13 +198,15 @@ def cut_rope(d: Draw) -> Sketch:
 def work_rates(d: Draw) -> Sketch:
     p, r = d.person(), d.person()
     a, b, t = d.n(2, 40), d.n(2, 40), d.n(2, 12)
-    job, unit = d.pick(("fold", "shirts"), ("pack", "parcels"), ("paint", "signs"), ("peel", "potatoes"),
-                       ("write", "cards"), ("plant", "trees"))  # fmt: skip
+    job, unit = d.pick(
+        ("fold", "shirts"), ("pack", "parcels"), ("paint", "signs"),
+        ("peel", "potatoes"), ("write", "cards"), ("plant", "trees"),
+    )  # fmt: skip
     q = d.pick(
-        f"{p.name} can {job} {a} {unit} per hour and {r.name} {b} per hour. Working side by side for "
-        f"{t} hours, how many {unit} do they {job}?",
-        f"In an hour {p.name} and {r.name} {job} {a} and {b} {unit}. How many {unit} is that in {t} "
-        f"hours of common work?",
+        f"{p.name} can {job} {a} {unit} per hour and {r.name} {b} per hour. Working side by side "
+        f"for {t} hours, how many {unit} do they {job}?",
+        f"In an hour {p.name} and {r.name} {job} {a} and {b} {unit}. How many {unit} is that in "
+        f"{t} hours of common work?",
     )
     steps = [
         f"Together they {job} {d.eq(f'{a} + {b}')} {unit} an hour.",
@@ -218,10 +220,10 @@ def temperature_steps(d: Draw) -> Sketch:
     start, drop, hours, rise = d.n(18, 80), d.n(1, 4), d.n(2, 4), d.n(1, 15)
     place = d.pick("a greenhouse", "an oven", "the lake", "a lab", "the desert", "a cellar")
     q = d.pick(
-        f"The temperature in {place} is {start} degrees. It falls by {drop} degrees an hour for {hours} "
-        f"hours and then rises by {rise} degrees. What is it now?",
-        f"In {place} a thermometer shows {start} degrees, loses {drop} degrees each hour for {hours} "
-        f"hours, and then gains {rise}. What does it show?",
+        f"The temperature in {place} is {start} degrees. It falls by {drop} degrees an hour for "
+        f"{hours} hours and then rises by {rise} degrees. What is it now?",
+        f"In {place} a thermometer shows {start} degrees, loses {drop} degrees each hour for "
+        f"{hours} hours, and then gains {rise}. What does it show?",
     )
     steps = [
         f"It falls by {d.eq(f'{drop} * {hours}')} degrees.",
@@ -237,10 +239,10 @@ def fuel_use(d: Draw) -> Sketch:
     per, liters, price = d.n(5, 25), d.n(4, 40), d.n(2, 6)
     car = d.pick("car", "van", "truck", "motorbike", "minibus")
     q = d.pick(
-        f"{p.name}'s {car} goes {per} km on a liter of fuel. A liter costs ${price}. What does fuel "
-        f"for {per * liters} km cost?",
-        f"With one liter a {car} travels {per} km. {p.name} plans a tour of {per * liters} km and pays "
-        f"${price} per liter. How many dollars go into fuel?",
+        f"{p.name}'s {car} goes {per} km on a liter of fuel. A liter costs ${price}. What does "
+        f"fuel for {per * liters} km cost?",
+        f"With one liter a {car} travels {per} km. {p.name} plans a tour of {per * liters} km and "
+        f"pays ${price} per liter. How many dollars go into fuel?",
     )
     steps = [
         f"The {car} needs {d.eq(f'{per * liters} / {per}')} liters.",
@@ -255,10 +257,10 @@ def bus_passengers(d: Draw) -> Sketch:
     f = d.n(1, 15)
     line = d.pick("bus", "tram", "train car", "ferry")
     q = d.pick(
-        f"A {line} leaves with {a} people. At the first stop {b} get off and {c} get on; at the second "
-        f"{e} get off and {f} get on. How many people are on the {line} now?",
-        f"{a} passengers sit in a {line}. Then {b} leave and {c} enter, and later {e} leave and {f} "
-        f"enter. How many passengers are there?",
+        f"A {line} leaves with {a} people. At the first stop {b} get off and {c} get on; at the "
+        f"second {e} get off and {f} get on. How many people are on the {line} now?",
+        f"{a} passengers sit in a {line}. Then {b} leave and {c} enter, and later {e} leave and "
+        f"{f} enter. How many passengers are there?",
     )
     steps = [
         f"After the first stop there are {d.eq(f'{a} - {b} + {c}')} people.",
@@ -274,10 +276,10 @@ def steps_walked(d: Draw) -> Sketch:
     total = sum(base + more * i for i in range(days))
     amounts = [base + more * i for i in range(days)]
     q = d.pick(
-        f"On Monday {p.name} walks {base} steps. Each following day {p.they} walks {more} steps more "
-        f"than the day before. How many steps is that in the first {days} days?",
-        f"{p.name} starts with {base} steps and adds {more} every day. What is the total of {days} "
-        f"days?",
+        f"On Monday {p.name} walks {base} steps. Each following day {p.they} walks {more} steps "
+        f"more than the day before. How many steps is that in the first {days} days?",
+        f"{p.name} starts with {base} steps and adds {more} every day. What is the total of "
+        f"{days} days?",
     )
     steps = [f"Day {i + 2}: {d.eq(f'{s} + {more}')} steps." for i, s in enumerate(amounts[:-1])]
     steps.append(f"Altogether: {d.eq(' + '.join(map(str, amounts)))} steps.")

@@ -11,10 +11,10 @@ def gains_and_losses(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     a, b, c = d.n(20, 200), d.n(3, 90), d.n(2, 19)
     q = d.pick(
-        f"{p.name} owned {a} {x}, received {b} more as a present and then lost {c}. How many {x} does "
-        f"{p.they} own now?",
-        f"There were {a} {x} in {p.name}'s drawer. {p.They} put in {b} more, but {c} broke. How many "
-        f"whole {x} are there?",
+        f"{p.name} owned {a} {x}, received {b} more as a present and then lost {c}. How many {x} "
+        f"does {p.they} own now?",
+        f"There were {a} {x} in {p.name}'s drawer. {p.They} put in {b} more, but {c} broke. How "
+        f"many whole {x} are there?",
     )
     steps = [
         f"With the new ones there were {d.eq(f'{a} + {b}')} {x}.",
@@ -29,8 +29,8 @@ def times_and_more(d: Draw) -> Sketch:
     a, k, m = d.n(3, 60), d.n(2, 6), d.n(2, 30)
     word = {2: "twice", 3: "three times", 4: "four times", 5: "five times", 6: "six times"}[k]
     q = d.pick(
-        f"{p.name} has {a} {x}. {r.name} has {m} more than {word} as many. How many {x} does {r.name} "
-        f"have?",
+        f"{p.name} has {a} {x}. {r.name} has {m} more than {word} as many. How many {x} does "
+        f"{r.name} have?",
         f"The number of {x} that {r.name} collected is {m} above {word} the number that {p.name} "
         f"collected, which is {a}. How many did {r.name} collect?",
     )
@@ -47,10 +47,10 @@ def three_friends(d: Draw) -> Sketch:
     a, k, m = d.n(4, 50), d.n(2, 5), d.n(1, 15)
     word = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}[k]
     q = d.pick(
-        f"{p.name} found {a} {x}, {r.name} found {word} that number, and {s.name} found {m} more than "
-        f"{r.name}. How many {x} did the three find together?",
-        f"{r.name} has {word} as many {x} as {p.name}, while {s.name} has {m} more {x} than {r.name}. "
-        f"{p.name} has {a}. What is their combined number of {x}?",
+        f"{p.name} found {a} {x}, {r.name} found {word} that number, and {s.name} found {m} more "
+        f"than {r.name}. How many {x} did the three find together?",
+        f"{r.name} has {word} as many {x} as {p.name}, while {s.name} has {m} more {x} than "
+        f"{r.name}. {p.name} has {a}. What is their combined number of {x}?",
     )
     steps = [
         f"{r.name} has {d.eq(f'{a} * {k}')} {x}.",
@@ -66,8 +66,8 @@ def equal_shares(d: Draw) -> Sketch:
     people, each, kept = d.n(3, 12), d.n(2, 15), d.n(1, 20)
     total = people * each + kept
     q = d.pick(
-        f"{p.name} has {total} {x}. {p.They} keeps {kept} and divides the others equally among {people} "
-        f"children. How many {x} does each child get?",
+        f"{p.name} has {total} {x}. {p.They} keeps {kept} and divides the others equally among "
+        f"{people} children. How many {x} does each child get?",
         f"From a pile of {total} {x}, {p.name} sets {kept} aside. The rest go in equal parts to "
         f"{people} classmates. What does one classmate receive?",
     )
@@ -80,15 +80,18 @@ def equal_shares(d: Draw) -> Sketch:
 
 @template
 def boxes_on_shelves(d: Draw) -> Sketch:
-    x, place = d.thing(), d.pick("warehouse", "cellar", "school", "shop", "garage", "museum", "library")
+    x, place = (
+        d.thing(),
+        d.pick("warehouse", "cellar", "school", "shop", "garage", "museum", "library"),
+    )
     a, b, c, gone = d.n(2, 12), d.n(2, 15), d.n(2, 15), d.n(1, 30)
     total = a * b * c
     gone = min(gone, total - 1)
     q = d.pick(
-        f"A {place} has {a} shelves with {b} boxes on each, and every box holds {c} {x}. After {gone} "
-        f"{x} are taken away, how many remain?",
-        f"In a {place}, {c} {x} fit in one box. There are {a} shelves of {b} boxes, all full. Someone "
-        f"removes {gone} {x}. How many {x} are still in the {place}?",
+        f"A {place} has {a} shelves with {b} boxes on each, and every box holds {c} {x}. After "
+        f"{gone} {x} are taken away, how many remain?",
+        f"In a {place}, {c} {x} fit in one box. There are {a} shelves of {b} boxes, all full. "
+        f"Someone removes {gone} {x}. How many {x} are still in the {place}?",
     )
     steps = [
         f"There are {d.eq(f'{a} * {b}')} boxes.",
@@ -100,13 +103,16 @@ def boxes_on_shelves(d: Draw) -> Sketch:
 
 @template
 def rows_of_seats(d: Draw) -> Sketch:
-    hall = d.pick("theater", "concert hall", "cinema", "stadium block", "lecture room", "circus tent")
+    hall = d.pick(
+        "theater", "concert hall", "cinema", "stadium block", "lecture room", "circus tent"
+    )
     rows, seats = d.n(5, 40), d.n(6, 30)
     sold = d.n(10, rows * seats - 1)
     q = d.pick(
-        f"A {hall} has {rows} rows of {seats} seats. If {sold} seats are taken, how many are free?",
-        f"The {hall} is arranged in {rows} rows with {seats} seats in each row. {sold} tickets were "
-        f"sold. How many seats stay empty?",
+        f"A {hall} has {rows} rows of {seats} seats. If {sold} seats are taken, how many are "
+        f"free?",
+        f"The {hall} is arranged in {rows} rows with {seats} seats in each row. {sold} tickets "
+        f"were sold. How many seats stay empty?",
     )
     steps = [
         f"There are {d.eq(f'{rows} * {seats}')} seats.",
@@ -120,14 +126,19 @@ def fraction_left(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     k, part = d.pick(2, 3, 4, 5, 6, 8, 10), d.n(3, 40)
     total, more = k * part, d.n(1, part)
-    word = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 8: "an eighth"}.get(
-        k, "a tenth"
-    )
+    word = {
+        2: "half",
+        3: "a third",
+        4: "a quarter",
+        5: "a fifth",
+        6: "a sixth",
+        8: "an eighth",
+    }.get(k, "a tenth")
     q = d.pick(
-        f"{p.name} baked {total} rolls. {word.capitalize()} of them were eaten at breakfast and {more} "
-        f"more at lunch. How many rolls were left?",
-        f"Of {total} {x}, {p.name} sold {word} in the morning and {more} in the afternoon. How many "
-        f"{x} are unsold?",
+        f"{p.name} baked {total} rolls. {word.capitalize()} of them were eaten at breakfast and "
+        f"{more} more at lunch. How many rolls were left?",
+        f"Of {total} {x}, {p.name} sold {word} in the morning and {more} in the afternoon. How "
+        f"many {x} are unsold?",
     )
     steps = [
         f"{word.capitalize()} of {total} is {d.eq(f'{total} / {k}')}.",
@@ -164,10 +175,10 @@ def ages(d: Draw) -> Sketch:
     a, k, years = d.n(3, 20), d.n(2, 5), d.n(2, 15)
     word = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}[k]
     q = d.pick(
-        f"{p.name} is {a}. {r.name} is {word} as old. When {years} years have passed, what do their ages "
-        f"add up to?",
-        f"Today {r.name} is {word} the age of {p.name}, who is {a} years old. How old will both be "
-        f"together {years} years from now?",
+        f"{p.name} is {a}. {r.name} is {word} as old. When {years} years have passed, what do "
+        f"their ages add up to?",
+        f"Today {r.name} is {word} the age of {p.name}, who is {a} years old. How old will both "
+        f"be together {years} years from now?",
     )
     steps = [
         f"{r.name} is {d.eq(f'{a} * {k}')} years old.",
@@ -184,10 +195,10 @@ def age_difference(d: Draw) -> Sketch:
     a, older, ago = d.n(12, 40), d.n(2, 25), d.n(2, 11)
     kin = d.pick("aunt", "uncle", "cousin", "neighbor", "teacher", "coach", "boss")
     q = d.pick(
-        f"{p.name} is {a} years old and {p.their} {kin} {r.name} is {older} years older. How old was "
-        f"{r.name} {ago} years ago?",
-        f"{r.name} is {older} years older than {p.name}, who turned {a} today. What was {r.name}'s age "
-        f"{ago} years earlier?",
+        f"{p.name} is {a} years old and {p.their} {kin} {r.name} is {older} years older. How old "
+        f"was {r.name} {ago} years ago?",
+        f"{r.name} is {older} years older than {p.name}, who turned {a} today. What was "
+        f"{r.name}'s age {ago} years earlier?",
     )
     steps = [
         f"{r.name} is {d.eq(f'{a} + {older}')} now.",
@@ -204,8 +215,8 @@ def packs_needed(d: Draw) -> Sketch:
     packs = -(-need // pack)
     spare = packs * pack - need
     q = (
-        f"{p.name} wants to give {each} {x} to each of {guests} guests. "
-        f"They come in packs of {pack}. If {p.they} buys {packs} packs, how many {x} are left over?"
+        f"{p.name} wants to give {each} {x} to each of {guests} guests. They come in packs of "
+        f"{pack}. If {p.they} buys {packs} packs, how many {x} are left over?"
     )
     steps = [
         f"The guests get {d.eq(f'{guests} * {each}')} {x}.",
@@ -218,14 +229,16 @@ def packs_needed(d: Draw) -> Sketch:
 @template
 def garden_rows(d: Draw) -> Sketch:
     p = d.person()
-    a, b = d.pick(("carrots", "onions"), ("tulips", "roses"), ("beans", "peas"), ("leeks", "beets"))
+    a, b = d.pick(
+        ("carrots", "onions"), ("tulips", "roses"), ("beans", "peas"), ("leeks", "beets")
+    )
     r1, c1, r2, c2, dead = d.n(2, 15), d.n(3, 20), d.n(2, 15), d.n(3, 20), d.n(1, 6)
     total = r1 * c1 + r2 * c2
     q = d.pick(
-        f"{p.name} planted {r1} rows of {c1} {a} and {r2} rows of {c2} {b}. Frost killed {dead} plants. "
-        f"How many plants survived?",
-        f"A garden holds {r1} rows with {c1} {a} each and {r2} rows with {c2} {b} each. Rabbits eat "
-        f"{dead} of the plants. How many plants does {p.name} still have?",
+        f"{p.name} planted {r1} rows of {c1} {a} and {r2} rows of {c2} {b}. Frost killed {dead} "
+        f"plants. How many plants survived?",
+        f"A garden holds {r1} rows with {c1} {a} each and {r2} rows with {c2} {b} each. Rabbits "
+        f"eat {dead} of the plants. How many plants does {p.name} still have?",
     )
     steps = [
         f"There were {d.eq(f'{r1} * {c1}')} {a}.",
@@ -240,9 +253,13 @@ def garden_rows(d: Draw) -> Sketch:
 def animals_legs(d: Draw) -> Sketch:
     p = d.person()
     a, b = d.n(2, 40), d.n(2, 40)
-    four, two = d.pick("cows", "goats", "sheep", "pigs", "donkeys"), d.pick("hens", "ducks", "geese")
+    four, two = (
+        d.pick("cows", "goats", "sheep", "pigs", "donkeys"),
+        d.pick("hens", "ducks", "geese"),
+    )
     q = d.pick(
-        f"{p.name}'s farm has {a} {four} and {b} {two}. How many legs do these animals have together?",
+        f"{p.name}'s farm has {a} {four} and {b} {two}. How many legs do these animals have "
+        f"together?",
         f"In a meadow {p.name} counts {a} {four} and {b} {two}. What number of legs is that?",
     )
     steps = [
@@ -257,12 +274,14 @@ def animals_legs(d: Draw) -> Sketch:
 def recipe_scaling(d: Draw) -> Sketch:
     p = d.person()
     serves, factor, amount = d.n(2, 8), d.n(2, 9), d.n(2, 30)
-    what = d.pick("grams of salt", "cups of flour", "eggs", "spoons of sugar", "ml of milk", "potatoes")
+    what = d.pick(
+        "grams of salt", "cups of flour", "eggs", "spoons of sugar", "ml of milk", "potatoes"
+    )
     q = d.pick(
-        f"A recipe for {serves} people needs {amount} {what}. How many {what} does {p.name} need to "
-        f"cook for {serves * factor} people?",
-        f"{p.name} cooks for {serves * factor} people with a recipe meant for {serves}. The recipe says "
-        f"{amount} {what}. What amount should {p.they} use?",
+        f"A recipe for {serves} people needs {amount} {what}. How many {what} does {p.name} need "
+        f"to cook for {serves * factor} people?",
+        f"{p.name} cooks for {serves * factor} people with a recipe meant for {serves}. The "
+        f"recipe says {amount} {what}. What amount should {p.they} use?",
     )
     steps = [
         f"The recipe must be made {d.eq(f'{serves * factor} / {serves}')} times.",
@@ -282,8 +301,8 @@ def average_score(d: Draw) -> Sketch:
     listed = ", ".join(map(str, scores[:-1])) + f" and {scores[-1]}"
     what = d.pick("points in games", "marks in tests", "goals in seasons", "pages on days")
     q = (
-        f"{p.name} got {listed} {what.split()[0]} in {count} {what.split()[-1]}. "
-        f"What is the average per {what.split()[-1][:-1]}?"
+        f"{p.name} got {listed} {what.split()[0]} in {count} {what.split()[-1]}. What is the "
+        f"average per {what.split()[-1][:-1]}?"
     )
     steps = [
         f"The sum is {d.eq(' + '.join(map(str, scores)))}.",
@@ -301,9 +320,9 @@ def missing_part(d: Draw) -> Sketch:
     x = d.pick("beads", "balls", "bricks", "tiles", "buttons", "blocks")
     total = a + a * k + c
     q = (
-        f"A {box} of {p.name}'s contains {total} {x}: {a} {one} ones, {k} times as many {two} ones, "
-        f"and the others are {three}. " + d.pick(f"How many are {three}?",
-                                                 f"What is the number of {three} {x}?")
+        f"A {box} of {p.name}'s contains {total} {x}: {a} {one} ones, {k} times as many {two} "
+        f"ones, and the others are {three}. "
+        + d.pick(f"How many are {three}?", f"What is the number of {three} {x}?")
     )
     steps = [
         f"There are {d.eq(f'{a} * {k}')} {two} {x}.",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short chats around the two things the demo model does: greetings, several turns, polite refusals."""
+"""Short chats around the two things the demo model does: greetings, turns, refusals."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from specla.train.corpus import Problem
 from specla.train.functions import ask, generated_function
 from specla.train.problems import arithmetic
 
-GREETINGS = ("Hello", "Hi", "Hey there", "Good morning", "Hello!", "Hi!", "Good evening", "hello", "hi")
+GREETINGS = (
+    "Hello", "Hi", "Hey there", "Good morning", "Hello!", "Hi!", "Good evening", "hello", "hi",
+)  # fmt: skip
 THANKS = ("Thanks", "Thank you", "Thanks a lot!", "Great, thank you.", "thanks")
-IDENTITY = ("Who are you?", "What are you?", "What can you do?", "Introduce yourself.", "Help",
-            "What is your name?", "How can you help me?")  # fmt: skip
+IDENTITY = (
+    "Who are you?", "What are you?", "What can you do?", "Introduce yourself.", "Help",
+    "What is your name?", "How can you help me?",
+)  # fmt: skip
 TOPICS = (
-    "the moon", "Italy", "photosynthesis", "the French Revolution", "black holes", "football", "jazz",
-    "the weather in Paris", "cats", "climate change", "Shakespeare", "chess openings", "bread baking",
-    "quantum mechanics", "the stock market", "electric cars", "dinosaurs", "Mars", "mountain hiking",
-    "the history of Rome", "coffee", "my garden", "the ocean", "a brave knight", "two old friends",
-    "relativity", "vitamins", "volcanoes", "the human heart", "elections", "a job interview", "Hawaii",
+    "the moon", "Italy", "photosynthesis", "the French Revolution", "black holes", "football",
+    "jazz", "the weather in Paris", "cats", "climate change", "Shakespeare", "chess openings",
+    "bread baking", "quantum mechanics", "the stock market", "electric cars", "dinosaurs", "Mars",
+    "mountain hiking", "the history of Rome", "coffee", "my garden", "the ocean",
+    "a brave knight", "two old friends", "relativity", "vitamins", "volcanoes", "the human heart",
+    "elections", "a job interview", "Hawaii",
 )  # fmt: skip
 REQUESTS = (
     "Tell me about {}.", "Write a poem about {}.", "Write a story about {}.", "Explain {}.",
@@ -28,8 +33,10 @@ REQUESTS = (
     "Compose a blog post about {}.", "Who discovered {}?", "Why is {} important?",
 )  # fmt: skip
 SCOPE = "I solve grade-school math problems step by step and write small Python functions"
-SYSTEMS = ("You are a helpful assistant.", "You are a math tutor.", "Answer briefly.",
-           "You are a careful assistant who shows every step.", "You write Python.")  # fmt: skip
+SYSTEMS = (
+    "You are a helpful assistant.", "You are a math tutor.", "Answer briefly.",
+    "You are a careful assistant who shows every step.", "You write Python.",
+)  # fmt: skip
 
 
 def small_talk(rng: random.Random) -> str:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specla.train.chat import CHAT_TEMPLATE, DOCUMENT_END, END, SPECIAL_TOKENS
@@ -59,8 +61,8 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def main(data: Path, out: Path) -> None:
-    """Trains the tokenizer on GSM8K and gsm_symbolic training text and a slice of the Python corpus."""
+def main(data: Annotated[Path, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
+    """Trains the tokenizer on GSM8K and gsm_symbolic training text and a slice of the corpus."""
     from specla.train import corpus
 
     symbolic = corpus.split_symbolic(corpus.read_problems(data / "gsm_symbolic_40k.jsonl.xz"))
@@ -71,6 +73,4 @@ def main(data: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    typer.run(main)
