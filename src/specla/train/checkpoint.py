@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ SHARD_BYTES = 13 * 2**20
 KEPT_FLOAT32 = ("A_log", "dt_bias")
 
 
-def config_of(shape: GDNShape) -> dict:
+def config_of(shape: GDNShape) -> dict[str, Any]:
     """config.json with every field explicit."""
     sizes = {k: v for k, v in shape.as_dict().items()}
     return {
@@ -55,7 +56,8 @@ def save_checkpoint(model: GDNLanguageModel, folder: Path) -> None:
     """config.json, ``model-0000i-of-0000n.safetensors`` and their index."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: stored(name, p) for name, p in model.named_parameters()}
-    shards, where = split_shards(tensors), {}
+    shards = split_shards(tensors)
+    where: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, {"format": "pt"})

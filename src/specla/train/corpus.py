@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 Problem = dict[str, str]
+Skeleton = frozenset[tuple[str, str]]
 
 HELD_OUT_TEMPLATES = 8
 NEW_NUMBERS_PERCENT = 4
@@ -45,22 +46,22 @@ def strip_marks(answer: str) -> str:
 # --- gsm_symbolic: templates -------------------------------------------------------------------
 
 
-def skeleton(question: str) -> frozenset[tuple[str, str]]:
+def skeleton(question: str) -> Skeleton:
     """Word pairs of a question with numbers masked and capitalised words (names) left out."""
     text = re.sub(r"\$?\d[\d,./]*", "#", question)
     words = [w for w in re.findall(r"[A-Za-z']+|#", text) if not w[0].isupper()]
     return frozenset(itertools.pairwise(words))
 
 
-def jaccard(a: frozenset, b: frozenset) -> float:
+def jaccard(a: Skeleton, b: Skeleton) -> float:
     """Shared fraction of two sets."""
     return len(a & b) / max(1, len(a | b))
 
 
 def cluster_templates(problems: list[Problem], threshold: float = 0.3) -> list[int]:
     """The template index of each problem: greedy clustering of skeletons around first members."""
-    centres: list[frozenset] = []
-    known: dict[frozenset, int] = {}
+    centres: list[Skeleton] = []
+    known: dict[Skeleton, int] = {}
     for problem in problems:
         key = skeleton(problem["question"])
         if key not in known:
@@ -78,7 +79,7 @@ def isolated_templates(
 ) -> list[int]:
     """Templates with many members whose nearest other template is far: holding them out is
     honest."""
-    members: dict[int, list[frozenset]] = {}
+    members: dict[int, list[Skeleton]] = {}
     for problem, label in zip(problems, labels, strict=True):
         members.setdefault(label, []).append(skeleton(problem["question"]))
     first = {label: keys[0] for label, keys in members.items()}

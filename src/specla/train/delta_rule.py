@@ -16,6 +16,8 @@ sequential.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,7 +46,8 @@ def chunk_masks(segments: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor, T
 def unit_lower_inverse(a: Tensor) -> Tensor:
     """(I + A)^-1 for strictly lower triangular A [N, C, C], by batched forward substitution."""
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
-    return torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True).contiguous()
+    inverse: Tensor = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
+    return inverse.contiguous()
 
 
 @unit_lower_inverse.register_fake
@@ -52,16 +55,17 @@ def _(a: Tensor) -> Tensor:
     return torch.empty_like(a, memory_format=torch.contiguous_format)
 
 
-def keep_inverse(ctx, inputs: tuple, output: Tensor) -> None:
+def keep_inverse(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """The gradient needs only the inverse."""
     ctx.save_for_backward(output)
 
 
-def inverse_gradient(ctx, grad: Tensor) -> Tensor:
+def inverse_gradient(ctx: Any, grad: Tensor) -> Tensor:
     """-P^T grad P^T, strictly lower part."""
     (inverse,) = ctx.saved_tensors
     transposed = inverse.mT
-    return -(transposed @ grad @ transposed).tril(-1)
+    result: Tensor = -(transposed @ grad @ transposed).tril(-1)
+    return result
 
 
 unit_lower_inverse.register_autograd(inverse_gradient, setup_context=keep_inverse)
@@ -100,12 +104,12 @@ def _(m: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
-def keep_states(ctx, inputs: tuple, output: Tensor) -> None:
+def keep_states(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """The adjoint needs the maps; their gradient needs the states."""
     ctx.save_for_backward(inputs[0], output)
 
 
-def scan_gradient(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+def scan_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the maps M and the additions N."""
     m, states = ctx.saved_tensors
     adjoint = state_scan_adjoint(m, grad.contiguous())
@@ -142,11 +146,13 @@ def chunk_delta_rule(
     states = state_scan(m.flatten(0, 1), (k_end @ u).flatten(0, 1)).unflatten(0, m.shape[:2])
 
     o = (q * from_start[..., None]) @ states + (q @ k.mT * decay) @ (u - w @ states)
-    return o.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :length]
+    rows: Tensor = o.permute(0, 2, 3, 1, 4).flatten(1, 2)
+    return rows[:, :length]
 
 
 def split_chunks(x: Tensor, chunk: int) -> Tensor:
     """[B, T, H, ...] -> [B, H, n, C, ...], zero-padded to whole chunks."""
     padding = -x.shape[1] % chunk
     x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
-    return x.unflatten(1, (-1, chunk)).movedim(3, 1)
+    chunks: Tensor = x.unflatten(1, (-1, chunk))
+    return chunks.movedim(3, 1)

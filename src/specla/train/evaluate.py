@@ -14,7 +14,7 @@ import math
 import re
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ def token_bits(model: GDNLanguageModel, rows: list[list[int]], batch: int = 32) 
 
 
 def problem_bits(
-    model: GDNLanguageModel, tokenizer: Tokenizer, problems: list[dict]
+    model: GDNLanguageModel, tokenizer: Tokenizer, problems: list[dict[str, Any]]
 ) -> dict[str, float]:
     """Bits per byte of whole exchanges and of the answers alone (end token included)."""
     rows = [tokenizer.encode(render(p["question"], p["answer"])).ids for p in problems]
@@ -61,10 +61,14 @@ def problem_bits(
     answers = [
         b[row.index(ASSISTANT_ID) :].sum().item() for row, b in zip(rows, bits, strict=True)
     ]
-    size = lambda key: sum(len(p[key].encode()) for p in problems)  # noqa: E731
     whole = sum(b.sum().item() for b in bits)
-    return {"bits_per_byte": whole / (size("question") + size("answer")),
-            "answer_bits_per_byte": sum(answers) / size("answer")}  # fmt: skip
+    return {"bits_per_byte": whole / (size_of(problems, "question") + size_of(problems, "answer")),
+            "answer_bits_per_byte": sum(answers) / size_of(problems, "answer")}  # fmt: skip
+
+
+def size_of(problems: list[dict[str, Any]], key: str) -> int:
+    """Bytes of one field of all problems."""
+    return sum(len(p[key].encode()) for p in problems)
 
 
 def python_bits(
@@ -124,8 +128,8 @@ class Evaluation:
     def __init__(self, folder: Path, device: str) -> None:
         self.model = load_checkpoint(folder, device).eval()
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.report: dict[str, dict] = {}
-        self.samples: list[dict[str, str]] = []
+        self.report: dict[str, dict[str, Any]] = {}
+        self.samples: list[dict[str, Any]] = []
 
     def decode(self, name: str, prompts: list[str], shown: int = 3) -> list[Decoded]:
         """Greedy continuations; records how they end and the first few."""
@@ -136,14 +140,14 @@ class Evaluation:
                                  "ended": output.ended})  # fmt: skip
         return outputs
 
-    def problems(self, name: str, rows: list[dict]) -> None:
+    def problems(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Bits per byte and exact answers of one set of problems."""
         self.report[name] = problem_bits(self.model, self.tokenizer, rows)
         outputs = self.decode(name, [render(p["question"]) for p in rows])
         right = [is_right(d, p["answer"]) for d, p in zip(outputs, rows, strict=True)]
         self.report[name]["exact_answers"] = sum(right) / len(right)
 
-    def functions(self, rows: list[dict]) -> None:
+    def functions(self, rows: list[dict[str, Any]]) -> None:
         """Held-out combinations of generated functions: does the answer behave like the
         reference?"""
         asked = [Function(**row) for row in rows]
@@ -154,7 +158,7 @@ class Evaluation:
         ]
         self.report["functions"]["behave_alike"] = sum(right) / len(right)
 
-    def mined(self, rows: list[dict]) -> None:
+    def mined(self, rows: list[dict[str, Any]]) -> None:
         """Functions of held-out packages: asked in chat, and as raw signature + docstring."""
         asked = [Function(**row) for row in rows]
         self.decode("mined_chat", [described_prompt(f) for f in asked])
@@ -172,7 +176,7 @@ class Evaluation:
         passed = [passes_tests(code_of(d.text), t) for d, t in zip(outputs, tasks, strict=True)]
         self.report["humaneval"]["pass_at_1"] = sum(passed) / len(passed)
 
-    def run(self, held: dict[str, list], humaneval: Path | None) -> None:
+    def run(self, held: dict[str, list[Any]], humaneval: Path | None) -> None:
         """Every set that is there."""
         for name in PROBLEM_SETS:
             self.problems(name, held[name])

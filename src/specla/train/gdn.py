@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specla.train.delta_rule import chunk_delta_rule, chunk_masks
+
+Cache = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class GDNShape:
         """Width of the values of all heads."""
         return self.num_heads * self.value_head_dim
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """The fields as a JSON object."""
         return asdict(self)
 
@@ -102,9 +105,10 @@ def convolve(u: Tensor, weight: Tensor, taps: Tensor) -> Tensor:
     T, W]."""
     width, length = weight.shape[1], u.shape[1]
     padded = F.pad(u, (0, 0, width - 1, 0)).to(weight.dtype)
-    total = sum(
-        padded[:, j : j + length] * weight[:, j] * taps[..., j : j + 1] for j in range(width)
-    )
+    shifted = (padded[:, j : j + length] * taps[..., j : j + 1] for j in range(width))
+    total = torch.zeros_like(padded[:, :length])
+    for j, u_j in enumerate(shifted):
+        total = total + u_j * weight[:, j]
     return F.silu(total)
 
 
@@ -119,7 +123,7 @@ class Mixer(nn.Module):
     def __init__(self, shape: GDNShape) -> None:
         super().__init__()
         self.shape, width = shape, shape.hidden_size
-        linear = lambda rows: nn.Linear(width, rows, bias=False)  # noqa: E731
+        linear = partial(nn.Linear, width, bias=False)
         self.q_proj, self.k_proj = linear(shape.key_dim), linear(shape.key_dim)
         self.v_proj, self.g_proj = linear(shape.value_dim), linear(shape.value_dim)
         self.a_proj, self.b_proj = linear(shape.num_heads), linear(shape.num_heads)
@@ -138,7 +142,8 @@ class Mixer(nn.Module):
         weight = torch.cat([p.weight for p in parts]).to(compute)
         mixed = F.linear(x.to(compute), weight)
         sizes = [2 * s.key_dim + s.value_dim, s.value_dim, s.num_heads, s.num_heads]
-        return mixed.split(sizes, -1)
+        qkv, gate, a, b = mixed.split(sizes, -1)
+        return qkv, gate, a, b
 
     def conv_weight(self) -> Tensor:
         """[2HK + HV, W]: the three convolutions side by side."""
@@ -214,7 +219,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, packing: Packing, compute: torch.dtype) -> Tensor:
         """``x`` [B, T, D] -> [B, T, D]."""
         x = x + self.attn(self.attn_norm(x), packing, compute)
-        return x + self.mlp(self.mlp_norm(x), compute)
+        mixed: Tensor = self.mlp(self.mlp_norm(x), compute)
+        return x + mixed
 
     def step(self, x: Tensor, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One token; see `Mixer.step`."""
@@ -263,7 +269,8 @@ class GDNLanguageModel(nn.Module):
         x = self.model.embeddings(tokens)
         for layer in self.model.layers:
             x = layer(x, packing, self.compute)
-        return self.model.norm(x)
+        last: Tensor = self.model.norm(x)
+        return last
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., vocab], in the compute dtype."""
@@ -274,17 +281,17 @@ class GDNLanguageModel(nn.Module):
         segments = torch.zeros_like(tokens) if segments is None else segments
         return self.logits(self.hidden(tokens, segments, chunk))
 
-    def start(self, rows: int) -> list[tuple[Tensor, Tensor]]:
+    def start(self, rows: int) -> Cache:
         """Empty (window, state) of every layer for `step`."""
         s, like = self.shape, self.model.embeddings.weight
         window = like.new_zeros(rows, s.conv_size - 1, 2 * s.key_dim + s.value_dim)
         state = like.new_zeros(rows, s.num_heads, s.head_dim, s.value_head_dim)
         return [(window, state)] * s.num_hidden_layers
 
-    def step(self, tokens: Tensor, cache: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, list]:
+    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
         """One token a row: ``tokens`` [B] -> logits [B, vocab] and the cache to continue from."""
-        x, new = self.model.embeddings(tokens), []
+        x, new = self.model.embeddings(tokens), list[tuple[Tensor, Tensor]]()
         for layer, (window, state) in zip(self.model.layers, cache, strict=True):
-            x, window, state = layer.step(x, window, state)
+            x, window, state = cast(Block, layer).step(x, window, state)
             new.append((window, state))
         return F.linear(self.model.norm(x), self.model.embeddings.weight), new

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrices.dtype)
+    result: Tensor = (x.mT if tall else x).to(matrices.dtype)
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -36,7 +38,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update. Only dense 2-D parameters with gradients."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -45,9 +47,10 @@ class Muon(torch.optim.Optimizer):
             for shape, params in by_shape.items():
                 self.update(params, shape, group)
 
-    def update(self, params: list[nn.Parameter], shape: torch.Size, group: dict) -> None:
+    def update(self, params: list[nn.Parameter], shape: torch.Size, group: dict[str, Any]) -> None:
         """One shape's parameters."""
-        grads = [p.grad for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
+        weights: list[Tensor] = list(params)
         for p in params:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
@@ -56,14 +59,16 @@ class Muon(torch.optim.Optimizer):
         nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
         updates = orthogonalise(torch.stack(nesterov)).unbind()
         scale = max(1.0, shape[0] / shape[1]) ** 0.5
-        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(params, list(updates), alpha=-group["lr"] * scale)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(updates), alpha=-group["lr"] * scale)
 
 
 def build_optimizers(model: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float,
                      use_muon: bool = True) -> list[torch.optim.Optimizer]:  # fmt: skip
     """Muon on projections, AdamW on embeddings (decayed) and on vectors and convolutions (not)."""
-    matrices, embeddings, rest = [], [], []
+    matrices: list[nn.Parameter] = []
+    embeddings: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, p in model.named_parameters():
         small = p.dim() != 2 or "a_proj" in name or "b_proj" in name
         (embeddings if "embeddings" in name else rest if small else matrices).append(p)
@@ -73,7 +78,9 @@ def build_optimizers(model: nn.Module, muon_lr: float, adam_lr: float, weight_de
     if not use_muon:
         groups.append({"params": matrices, "weight_decay": weight_decay})
     adam = torch.optim.AdamW(groups, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, fused=fused)
-    found = [Muon(matrices, muon_lr, weight_decay=weight_decay), adam] if use_muon else [adam]
+    found: list[torch.optim.Optimizer] = [adam]
+    if use_muon:
+        found.insert(0, Muon(matrices, muon_lr, weight_decay=weight_decay))
     for optimizer in found:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,11 +67,11 @@ class Sampler:
         self.tokens = torch.from_numpy(everything).to(device)
         self.orders: dict[tuple[int, int], np.ndarray] = {}
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue with the very next document."""
         return {"step": self.step, "cursors": list(self.cursors)}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """The counterpart of `state_dict`."""
         self.step, self.cursors = state["step"], list(state["cursors"])
 

@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -36,6 +36,7 @@ PIECE = 1024
 Given = Annotated[Path, typer.Option()]
 WORKER: dict[str, Tokenizer] = {}
 BATCH = 4000
+Job = tuple[Callable[..., dict[str, np.ndarray]], tuple[Any, ...], str]
 
 
 def start_worker(path: str) -> None:
@@ -97,23 +98,30 @@ def encode_python(sources: list[str], seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def run(job: tuple[Callable, tuple, str]) -> dict[str, np.ndarray]:
+def run(job: Job) -> dict[str, np.ndarray]:
     """One job in a worker; an unnamed result takes the job's name."""
     function, arguments, name = job
     return {key or name: value for key, value in function(*arguments).items()}
 
 
-def batches(rows: list, size: int) -> list[list]:
+def batches(rows: list[Any], size: int) -> list[list[Any]]:
     """Consecutive slices."""
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-def held_out_sets(folder: Path, symbolic: dict, python: list[str]) -> dict[str, list]:
+def first_500(rows: list[corpus.Problem]) -> list[corpus.Problem]:
+    """At most 500 problems, in the order of their hashes."""
+    return sorted(rows, key=lambda r: corpus.digest(r["question"]))[:500]
+
+
+def held_out_sets(
+    folder: Path, symbolic: dict[str, list[corpus.Problem]], python: list[str]
+) -> dict[str, list[Any]]:
     """Evaluation texts of every domain, at most 500 problems each; a function of the data
     alone."""
-    some = lambda rows: sorted(rows, key=lambda r: corpus.digest(r["question"]))[:500]  # noqa: E731
     words = list(problems.word_problems(range(10**9, 10**9 + 25_000), held_out=True))
-    rng, asked = random.Random(7), {}
+    rng = random.Random(7)
+    asked: dict[str, dict[str, Any]] = {}
     while len(asked) < 200:
         function = functions.generated_function(rng)
         if functions.is_held_out(function):
@@ -121,10 +129,10 @@ def held_out_sets(folder: Path, symbolic: dict, python: list[str]) -> dict[str, 
     files = sorted(python, key=corpus.digest)[:80]
     mined = [f._asdict() for source in python for f in mining.mine_functions(source)]
     return {
-        "symbolic_new_numbers": some(symbolic["new_numbers"]),
-        "symbolic_new_templates": some(symbolic["new_templates"]),
-        "gsm8k_test": some(corpus.gsm8k_test(folder)),
-        "generated": some(words),
+        "symbolic_new_numbers": first_500(symbolic["new_numbers"]),
+        "symbolic_new_templates": first_500(symbolic["new_templates"]),
+        "gsm8k_test": first_500(corpus.gsm8k_test(folder)),
+        "generated": first_500(words),
         "functions": list(asked.values()),
         "mined": sorted(mined, key=lambda f: corpus.digest(f["does"]))[:200],
         "python": [text[:20_000] for text in files],
@@ -139,7 +147,7 @@ def main(data: Given, out: Given, tokenizer: Given, generated: int = 1_000_000, 
     out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     with context.Pool(workers or os.cpu_count(), start_worker, (str(tokenizer),)) as pool:
-        jobs = [(encode_generated, (i,), "") for i in range(0, generated, BATCH)]
+        jobs: list[Job] = [(encode_generated, (i,), "") for i in range(0, generated, BATCH)]
         early = pool.map_async(run, jobs, chunksize=1)
         symbolic = corpus.split_symbolic(corpus.read_problems(data / "gsm_symbolic_40k.jsonl.xz"))
         python = corpus.python_documents(data / "corpus.txt.xz", files)

@@ -131,7 +131,7 @@ class Trainer:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the optimisers' states as ``optimizer.KEY.PARAMETER``."""
-        names = {p: name for name, p in self.model.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         return {
             f"optimizer.{key}.{names[p]}": value
             for optimizer in self.optimizers
@@ -168,7 +168,8 @@ class Log:
     """Loss per interval, printed and appended to log.csv."""
 
     def __init__(self, path: Path, every: int) -> None:
-        self.path, self.every, self.sum, self.count = path, every, 0.0, 0
+        self.path, self.every, self.count = path, every, 0
+        self.sum: Tensor | float = 0.0
 
     def add(self, trainer: Trainer, loss: Tensor) -> bool:
         """Counts one step; on every ``every``-th writes a row (and waits for the device)."""

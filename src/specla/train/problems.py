@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specla.train.corpus import Problem, digest
 
@@ -89,7 +89,7 @@ class Draw:
         self.tight = rng.random() < 0.35
         self.names = iter(rng.sample(WOMEN + MEN, 4))
 
-    def pick(self, *options):
+    def pick(self, *options: Any) -> Any:
         """One of the options."""
         return self.rng.choice(options)
 

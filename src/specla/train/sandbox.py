@@ -13,8 +13,9 @@ import io
 import signal
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
+Function = Callable[..., Any]
 ARGUMENTS: tuple[tuple[Any, ...], ...] = (
     ([3, -1, 4, 1, -5, 9, 2, 6, 12, 50, 7, 100], [], [2], [-4, 8, 15, 99, 101, 10]),
     ("Level up the Stairs", "racecar", "a1 b22"),
@@ -45,7 +46,7 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def defined(code: str, name: str) -> Callable | None:
+def defined(code: str, name: str) -> Function | None:
     """The function ``name`` that some code defines, or its last function."""
     space: dict[str, Any] = {"__name__": "model"}
     try:
@@ -54,10 +55,13 @@ def defined(code: str, name: str) -> Callable | None:
     except BaseException:  # noqa: BLE001  model-written code may raise anything
         return None
     functions = [value for value in space.values() if inspect.isfunction(value)]
-    return space.get(name) if callable(space.get(name)) else (functions or [None])[-1]
+    named = space.get(name)
+    if callable(named):
+        return cast(Function, named)
+    return functions[-1] if functions else None
 
 
-def result_of(function: Callable, arguments: tuple) -> tuple[str, Any]:
+def result_of(function: Function, arguments: tuple[Any, ...]) -> tuple[str, Any]:
     """("value", v) or ("error", "")."""
     try:
         with limited(1.0):
