@@ -22,6 +22,12 @@ def test_text_to_stdout_summary_to_stderr(stub: Any, capsys: CAPTURE) -> None:
     lines = err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["prompt", "generation", "contract"]
     assert "tokens/round" in lines[1]
+    assert "seed" not in lines[1]
+
+
+def test_the_summary_of_a_sampled_text_names_its_seed(stub: Any, capsys: CAPTURE) -> None:
+    assert main(["generate", "-p", "x", "--temperature", "1", "--seed", "12"]) == 0
+    assert "seed 12" in capsys.readouterr().err
 
 
 def test_the_model_defaults_to_demo_and_options_arrive(stub: Any) -> None:

@@ -124,7 +124,7 @@ class Conversation:
         self.history = [*asked, {"role": "assistant", "content": answer}]
         if completion is not None:
             self.done.append(completion)
-            for line in summary(completion):
+            for line in summary(completion, self.params):
                 note(line)
 
     def _stream(self, messages: list[Message]) -> tuple[str, Completion | None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specla import __version__
 from specla.errors import RequestRejected
-from specla.request import Completion
+from specla.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from specla.llm import LLM
@@ -84,18 +84,20 @@ def error_record(error: Exception, line: int, name: str | int | None) -> dict[st
     return {"id": name, "line": line, "error": detail}
 
 
-def summary(completion: Completion) -> list[str]:
+def summary(completion: Completion, params: SamplingParams) -> list[str]:
     """Prompt speed, generation speed with what speculation brought, and what is promised."""
     timing, spec = completion.timing, completion.speculation
     prompt, output = len(completion.prompt_token_ids), len(completion.token_ids)
     speed = f"{prompt / timing.prefill_s:.1f} tokens/s" if timing.prefill_s > 0 else "no prefill"
     rate = f"{spec.accepted / spec.drafted:.0%}" if spec.drafted else "nothing drafted"
     because = f"; {spec.fallback}" if spec.fallback else ""
+    # Greedy decoding reads no noise: a seed would only look as if it mattered.
+    seed = f", seed {completion.seed}" if params.temperature > 0 else ""
     return [
         f"prompt:     {prompt} tokens, {speed}",
         f"generation: {output} tokens, {timing.tokens_per_s:.1f} tokens/s, "
         f"{spec.tokens_per_round:.2f} tokens/round, acceptance {rate} "
-        f"(drafter {spec.drafter}, {completion.finish_reason}, seed {completion.seed}){because}",
+        f"(drafter {spec.drafter}, {completion.finish_reason}{seed}){because}",
         f"contract:   {contract(spec.mode)}",
     ]
 

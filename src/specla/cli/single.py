@@ -38,7 +38,7 @@ def run_single(
         print_line(dumps(completion_record(completion, form) | run_record(llm, engine.model)))
         return 0
     completion = echo(stream(llm, text, params, form))
-    for line in summary(completion):
+    for line in summary(completion, params):
         note(line)
     return 0
 
