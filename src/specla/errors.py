@@ -11,6 +11,8 @@ Each message says what must hold, what was given, and what to do.
     |-- ModelNotFound                   a path or hub id that cannot be resolved
     |-- UnsupportedModel                a checkpoint whose architecture or fields we cannot run
     |-- InvalidCheckpoint               missing, unexpected or misshapen tensors; a damaged file
+    |-- GenerationFailed                one request left no token to draw; others went on
+    |   `-- InvalidLogits               (specla.sampling.draw) the rows it happened to, in a round
     |-- ExactnessUnavailable            start-up found row-dependent bits; exact mode is refused
     `-- KernelUnavailable               an explicitly requested implementation cannot run here
 
@@ -70,6 +72,10 @@ class InvalidCheckpoint(SpeclaError):
     """A checkpoint's files are damaged, incomplete or inconsistent with its config."""
 
     exit_code = 3
+
+
+class GenerationFailed(SpeclaError):
+    """A request ended with finish_reason "error": no token was left to draw."""
 
 
 class ExactnessUnavailable(SpeclaError):

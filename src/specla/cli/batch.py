@@ -12,12 +12,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from specla.cli.console import progress_bars
-from specla.cli.loading import Message, load, prompt_format, user_turn
+from specla.cli.loading import Message, checked, load, prompt_format, user_turn
 from specla.cli.options import EngineOptions
 from specla.cli.prompts import BadLine, Job, open_lines, read_jobs
 from specla.cli.records import completion_record, dumps, error_record, run_record
 from specla.cli.single import print_line
-from specla.errors import RequestRejected
+from specla.errors import GenerationFailed, RequestRejected
 from specla.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -92,11 +92,14 @@ def _conversation(job: Job) -> list[Message]:
 
 def _deal(
     jobs: Sequence[Job], completions: Sequence[Completion]
-) -> Iterator[tuple[int, list[Completion]]]:
-    """Give each job its n completions; they come in order."""
+) -> Iterator[tuple[int, Outcome]]:
+    """Give each job its n completions, which come in order, or the error of one that failed."""
     start = 0
     for job in jobs:
-        yield job.line, list(completions[start : start + job.params.n])
+        try:
+            yield job.line, [checked(c) for c in completions[start : start + job.params.n]]
+        except GenerationFailed as error:
+            yield job.line, error
         start += job.params.n
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from specla.cli import options as opt
 from specla.cli.console import note, progress_bars
 from specla.cli.failure import describe
-from specla.cli.loading import Message, load, prompt_format
+from specla.cli.loading import Message, checked, load, prompt_format
 from specla.cli.options import EngineOptions
 from specla.cli.prompts import check_text, decode
 from specla.cli.records import summary
@@ -137,7 +137,7 @@ class Conversation:
                 parts.append(delta.text)
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
-                completion = delta.completion
+                completion = delta.completion and checked(delta.completion)
         except KeyboardInterrupt:
             # Closing the generator aborts the request and frees its slot.
             getattr(deltas, "close", lambda: None)()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from specla.cli.console import Tick
 from specla.cli.options import EngineOptions
-from specla.errors import ConfigError
+from specla.errors import ConfigError, GenerationFailed
 from specla.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -50,6 +50,17 @@ def user_turn(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
+def checked(completion: Completion) -> Completion:
+    """The completion, unless its request failed.
+
+    Raises:
+        GenerationFailed: finish_reason is "error"; what was generated before is not a result.
+    """
+    if completion.finish_reason == "error":
+        raise GenerationFailed(str(completion.stop_reason))
+    return completion
+
+
 def runner(llm: LLM, form: str) -> Callable[[str, SamplingParams], Completion]:
     """One prompt in, one completion out, in the given prompt format, for measurements.
 
@@ -62,7 +73,7 @@ def runner(llm: LLM, form: str) -> Callable[[str, SamplingParams], Completion]:
         options = llm.config.drafter_options
         llm.engine.drafter = drafters.build(llm.config.drafter, options=options)
         if form == "raw":
-            return llm.generate(prompt, params)[0]
-        return llm.chat(user_turn(prompt), params)[0]
+            return checked(llm.generate(prompt, params)[0])
+        return checked(llm.chat(user_turn(prompt), params)[0])
 
     return run

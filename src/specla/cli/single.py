@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from specla.cli.console import Tick, note, progress_bars
-from specla.cli.loading import load, prompt_format, user_turn
+from specla.cli.loading import checked, load, prompt_format, user_turn
 from specla.cli.options import EngineOptions
 from specla.cli.prompts import read_prompt
 from specla.cli.records import completion_record, dumps, run_record, summary
@@ -58,7 +58,7 @@ def collect(deltas: Iterator[StreamDelta], total: int, tick: Tick | None) -> Com
         if tick is not None:
             tick("generating", done, total)
     assert isinstance(last, Completion)
-    return last
+    return checked(last)
 
 
 def echo(deltas: Iterator[StreamDelta]) -> Completion:
@@ -70,7 +70,7 @@ def echo(deltas: Iterator[StreamDelta]) -> Completion:
         last = delta.completion
     print_line("")
     assert isinstance(last, Completion)
-    return last
+    return checked(last)
 
 
 def print_line(text: str) -> None:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specla.errors import SpeclaError
+from specla.errors import GenerationFailed
 from specla.request import SamplingParams, TokenLogprob
 from specla.sampling.filters import History, adjust, is_penalised, law, needs_sort
 from specla.sampling.noise import gumbel
 
 
-class InvalidLogits(SpeclaError):
+class InvalidLogits(GenerationFailed):
     """The model returned NaN, +inf or nothing but -inf where a token had to be drawn.
 
     `rows` are the batch rows it happened to, found so far; other rows are fine to go on.
