@@ -49,18 +49,34 @@ def token_ids(model: str, jobs: Path, capsys: CAPTURE, *flags: str) -> list[list
     return [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("flags", ["--temperature 0", "--temperature 0.8 --seed 7"])
-def test_every_drafter_gives_the_same_tokens(
-    toy: Path, tmp_path: Path, capsys: CAPTURE, flags: str
-) -> None:
-    jobs = tmp_path / "jobs.jsonl"
-    lines = [json.dumps({"prompt": p.text[:60]}) for p in prompts(KINDS, 5)]
+def check_every_drafter(model: str, jobs: Path, capsys: CAPTURE, flags: list[str]) -> None:
+    """20 prompts of four kinds: the same tokens, whoever guesses."""
+    lines = [json.dumps({"prompt": p.text}) for p in prompts(KINDS, 5)]
     assert len(lines) == 20
     jobs.write_text("\n".join(lines))
-    common = [*flags.split(), "--max-tokens", "16", "--ignore-eos"]
-    truth = token_ids(str(toy), jobs, capsys, "--drafter", "none", *common)
+    truth = token_ids(model, jobs, capsys, "--drafter", "none", *flags)
     for name in REGISTRY:
-        assert token_ids(str(toy), jobs, capsys, "--drafter", name, *common) == truth, name
+        assert token_ids(model, jobs, capsys, "--drafter", name, *flags) == truth, name
+
+
+LAWS = ["--temperature 0", "--temperature 0.8 --seed 7"]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_drafter_gives_the_same_tokens(
+    toy: Path, tmp_path: Path, capsys: CAPTURE, law: str
+) -> None:
+    flags = [*law.split(), "--max-tokens", "16", "--ignore-eos"]
+    check_every_drafter(str(toy), tmp_path / "jobs.jsonl", capsys, flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+def test_every_drafter_gives_the_same_tokens_on_the_demo_model(
+    tmp_path: Path, capsys: CAPTURE, law: str
+) -> None:
+    flags = [*law.split(), "--max-tokens", "96"]
+    check_every_drafter("demo", tmp_path / "jobs.jsonl", capsys, flags)
 
 
 def test_json(toy: Path, capsys: CAPTURE) -> None:
