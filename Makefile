@@ -32,7 +32,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "specla needs Python 3.11 or newer: apt install python3 python3-venv"; exit 1; }
-	@test -x $(BIN)/python || { echo "[1/3] making $(VENV) with $(PYTHON)"; \
+	@test -x $(BIN)/pip || { echo "[1/3] making $(VENV) with $(PYTHON)"; \
 	  $(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt install python3-venv"; rm -rf $(VENV); exit 1; }; }
 	@echo "[2/3] installing specla, $(TORCH) and the tools (minutes, the first time)"
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
