@@ -90,9 +90,7 @@ def _conversation(job: Job) -> list[Message]:
     return list(job.messages) if job.messages is not None else user_turn(job.prompt or "")
 
 
-def _deal(
-    jobs: Sequence[Job], completions: Sequence[Completion]
-) -> Iterator[tuple[int, Outcome]]:
+def _deal(jobs: Sequence[Job], completions: Sequence[Completion]) -> Iterator[tuple[int, Outcome]]:
     """Give each job its n completions, which come in order, or the error of one that failed."""
     start = 0
     for job in jobs:
