@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from specla import __version__
-from specla.errors import RequestRejected
+from specla.errors import RequestRejected, SpeclaError
 from specla.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ def run_record(llm: LLM, model: str) -> dict[str, Any]:
 
 def error_record(error: Exception, line: int, name: str | int | None) -> dict[str, Any]:
     """What stands in the output where a prompt could not be run."""
-    known = error if isinstance(error, RequestRejected) else None
-    message = str(error) if known else f"a line must be valid JSON, got: {error}"
+    ours = isinstance(error, SpeclaError)
+    message = str(error) if ours else f"a line must be valid JSON, got: {error}"
     detail = {
         "type": type(error).__name__,
         "message": message.encode("utf-8", "backslashreplace").decode(),
-        "param": known.param if known else None,
+        "param": error.param if isinstance(error, RequestRejected) else None,
         "line": line,
     }
     return {"id": name, "line": line, "error": detail}
