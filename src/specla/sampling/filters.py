@@ -2,8 +2,8 @@
 """From the target's logits to the law a token is drawn from, per node.
 
 Order: logit bias; repetition, frequency, presence penalties; min_tokens; then temperature, min-p,
-top-k, top-p. Order and meanings are vLLM's, ties go to the lower token id. Penalties count the node's own
-history: prompt and output plus the drafts on the path to the node, never a sibling's.
+top-k, top-p. Order and meanings are vLLM's, ties go to the lower token id. Penalties count the
+node's own history: prompt and output plus the drafts on the path to the node, never a sibling's.
 
 Invariant (rule I4): a row's law has the same bits alone and in any batch. So every reduction here
 is a maximum or a sum of integers, which no order of evaluation can change; everything else is
