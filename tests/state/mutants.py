@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specla.ops.contract import Factors, LayerState, Level, RoundPlan
+from specla.ops.contract import Factors, LayerState, RoundPlan
 from specla.ops.gdn import reference
 from specla.state import State, plan
 from specla.state.log import Log
@@ -80,9 +80,9 @@ class _Chain:
 def tree_as_chain(original: Any) -> Any:
     """Every level continues from the first state of the level above."""
 
-    def levels(trees: Any, offsets: Any, ints: Any) -> tuple[Level, ...]:
-        out = original(trees, offsets, ints)
-        return (out[0], *(Level(n, torch.zeros_like(s)) for n, s in out[1:]))
+    def levels(trees: Any, offsets: Any) -> list[tuple[list[int], list[int], int]]:
+        out = original(trees, offsets)
+        return [out[0], *((nodes, [0] * len(nodes), above) for nodes, _, above in out[1:])]
 
     return levels
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specla.ops.contract import RoundPlan
+from specla.ops.contract import Places, RoundPlan
 from specla.state.log import Log
 from specla.state.plan import compile_round
 from specla.topology.tree import DraftTree
@@ -56,6 +56,10 @@ def compiled(case: Case) -> RoundPlan:
 def ints(tensor: Tensor) -> list[int]:
     assert tensor.dtype == torch.int64
     return tensor.tolist()
+
+
+def places(where: Places) -> list[int]:
+    return list(range(where.start, where.stop)) if isinstance(where, slice) else ints(where)
 
 
 def flat(case: Case) -> list[tuple[int, int]]:
@@ -136,7 +140,9 @@ def test_levels_carry_each_node_its_parents_state(case: Case) -> None:
     rows = list(range(len(tree)))
     seen: list[int] = []
     for depth, level in enumerate(compiled(case).levels):
-        at, source = ints(level.nodes), ints(level.source)
+        at = places(level.nodes)
+        source = list(range(len(states))) if level.source is None else ints(level.source)
+        assert (level.source is None) == (source == list(range(len(states))))
         if depth == 0:
             assert source == rows
         states = [(*states[s], nodes[n][1]) for n, s in zip(at, source, strict=True)]
@@ -161,6 +167,6 @@ def test_taps_and_tail_are_the_nearest_ancestors(case: Case) -> None:
     history = [(b, name) for b in range(len(log)) for name in tails[b]]
     history += [(b, f"new {i}") for b, i in flat(case)]
     for n, (b, i) in enumerate(flat(case)):
-        window = [history[t] for t in ints(plan.taps[n])]
+        window = [history[places(tap)[n]] for tap in plan.taps]
         line = tails[b] + [f"new {j}" for j in tree[b].path_to(i)]
         assert window == [(b, name) for name in line[-width:]]

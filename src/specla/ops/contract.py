@@ -64,12 +64,17 @@ class LayerState(NamedTuple):
     inputs: Tensor
 
 
-class Level(NamedTuple):
-    """All nodes of one depth, over all rows. nodes [n] index the flat node axis M; source [n]
-    index the previous level's states (at depth 0: the rows)."""
+# Positions on one axis: int64 [n], or a slice where they are consecutive (a view, not a copy).
+Places = Tensor | slice
 
-    nodes: Tensor
-    source: Tensor
+
+class Level(NamedTuple):
+    """All nodes of one depth, over all rows. nodes [n] are places on the flat node axis M;
+    source [n] index the previous level's states. None: every one of those (at depth 0: every
+    row's) goes on in just one node, in order, so the states can be advanced where they are."""
+
+    nodes: Places
+    source: Tensor | None
 
 
 class Replay(NamedTuple):
@@ -111,8 +116,9 @@ class RoundPlan:
         write_bank [M], write_entry [M]: where each node's record goes.
         levels: nodes by depth.
         tail_source [B, W-1]: the new tail, as indices into (old tail | inputs of read_bank).
-        taps [M, W]: conv taps of each node, oldest first, as indices into (new tails of all
-            rows, row-major | flat nodes).
+        rows [B, 1]: 0 .. B-1, to go with it.
+        taps: W times M places: each node's conv taps, oldest first, in (new tails of all rows,
+            row-major | flat nodes).
         offsets [B + 1], trees [B]: host side.
     """
 
@@ -129,6 +135,7 @@ class RoundPlan:
     write_entry: Tensor
     levels: tuple[Level, ...]
     tail_source: Tensor
-    taps: Tensor
+    rows: Tensor
+    taps: tuple[Places, ...]
     offsets: tuple[int, ...]
     trees: tuple[DraftTree, ...]

@@ -45,9 +45,8 @@ def verify(layer: LayerState, plan: RoundPlan, x: Tensor, weight: Tensor) -> Ten
     old = torch.cat(
         [layer.tail[plan.slots, plan.read_bank], layer.inputs[plan.slots, plan.read_bank]], dim=1
     )
-    rows = torch.arange(old.shape[0], device=old.device).unsqueeze(1)
-    tail = old[rows, plan.tail_source]
+    tail = old[plan.rows, plan.tail_source]
     layer.tail[plan.slots, 1 - plan.read_bank] = tail
     layer.inputs[plan.node_slot, plan.write_bank, plan.node_index] = x
     history = torch.cat([tail.flatten(0, 1), x])
-    return _weighted([history[tap] for tap in plan.taps.unbind(1)], weight, x.dtype)
+    return _weighted([history[tap] for tap in plan.taps], weight, x.dtype)

@@ -7,15 +7,17 @@ same plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from specla.ops.contract import Level, Moves, Replay, RoundPlan
+from specla.ops.contract import Level, Moves, Places, Replay, RoundPlan
 from specla.state.log import Log
 from specla.topology.tree import DraftTree
+
+Ints = Callable[[Sequence[int]], Tensor]
 
 
 def compile_round(
@@ -47,15 +49,22 @@ def compile_round(
         node_index=ints([i for _, i in flat]),
         write_bank=ints([1 - logs[b].bank for b, _ in flat]),
         write_entry=ints([logs[b].bank_entry(1 - logs[b].bank, i) for b, i in flat]),
-        levels=_levels(trees, offsets, ints),
+        levels=tuple(
+            Level(_places(nodes, ints), None if _goes_on(source, above) else ints(source))
+            for nodes, source, above in _levels(trees, offsets)
+        ),
         tail_source=ints([_tail(log, conv_width - 1) for log in logs]).reshape(len(logs), -1),
-        taps=ints(_taps(trees, offsets, conv_width)),
+        rows=ints(range(len(logs))).unsqueeze(1),
+        taps=tuple(
+            _places(column, ints)
+            for column in zip(*_taps(trees, offsets, conv_width), strict=True)
+        ),
         offsets=offsets,
         trees=tuple(trees),
     )
 
 
-def _replays(slots, logs, ints) -> tuple[Replay, ...]:  # type: ignore[no-untyped-def]
+def _replays(slots: Sequence[int], logs: Sequence[Log], ints: Ints) -> tuple[Replay, ...]:
     entries = [log.entries() for log in logs]
     replays = []
     for j in range(max(map(len, entries))):
@@ -71,7 +80,7 @@ def _replays(slots, logs, ints) -> tuple[Replay, ...]:  # type: ignore[no-untype
     return tuple(replays)
 
 
-def _moves(slots, logs, ints) -> Moves | None:  # type: ignore[no-untyped-def]
+def _moves(slots: Sequence[int], logs: Sequence[Log], ints: Ints) -> Moves | None:
     moves = [
         (slot, log.bank_entry(log.bank, node), log.ring_len + j)
         for slot, log in zip(slots, logs, strict=True)
@@ -81,8 +90,11 @@ def _moves(slots, logs, ints) -> Moves | None:  # type: ignore[no-untyped-def]
     return Moves(*map(ints, zip(*moves, strict=True))) if moves else None
 
 
-def _levels(trees, offsets, ints) -> tuple[Level, ...]:  # type: ignore[no-untyped-def]
-    """Nodes by depth; each knows where its parent stands in the level above."""
+def _levels(
+    trees: Sequence[DraftTree], offsets: Sequence[int]
+) -> list[tuple[list[int], list[int], int]]:
+    """Nodes by depth: (flat nodes, where each one's parent stands in the level above, how many
+    stand there)."""
     levels: list[tuple[list[int], list[int]]] = []
     for b, tree in enumerate(trees):
         place: list[int] = []
@@ -93,7 +105,21 @@ def _levels(trees, offsets, ints) -> tuple[Level, ...]:  # type: ignore[no-untyp
             place.append(len(nodes))
             nodes.append(offsets[b] + i)
             source.append(b if depth == 0 else place[tree.parents[i]])
-    return tuple(Level(ints(nodes), ints(source)) for nodes, source in levels)
+    above = [len(trees), *(len(nodes) for nodes, _ in levels)]
+    return [(nodes, source, n) for (nodes, source), n in zip(levels, above, strict=False)]
+
+
+def _goes_on(source: Sequence[int], above: int) -> bool:
+    """Whether every state of the level above has exactly one child, in order."""
+    return list(source) == list(range(above))
+
+
+def _places(values: Sequence[int], ints: Ints) -> Places:
+    """A slice where the values are consecutive."""
+    first = values[0]
+    if list(values) == list(range(first, first + len(values))):
+        return slice(first, first + len(values))
+    return ints(values)
 
 
 def _tail(log: Log, taps: int) -> list[int]:
@@ -102,7 +128,7 @@ def _tail(log: Log, taps: int) -> list[int]:
     return history[len(history) - taps :]
 
 
-def _taps(trees, offsets, width: int) -> list[list[int]]:  # type: ignore[no-untyped-def]
+def _taps(trees: Sequence[DraftTree], offsets: Sequence[int], width: int) -> list[list[int]]:
     """Each node's window, oldest first: indices into (all rows' tails | flat nodes)."""
     history = width - 1
     base = len(trees) * history

@@ -125,9 +125,8 @@ def verify(layer: LayerState, plan: RoundPlan, x: Inputs) -> Tensor:
     heads = S.shape[1]
     q, k = per_value_head(x.q, heads), per_value_head(x.k, heads)
     o, u = torch.empty_like(x.v), torch.empty_like(x.v)
-    for depth, (nodes, source) in enumerate(plan.levels):
-        # The roots' states are the rows' own, in order; below, siblings each need a copy.
-        S = S[source] if depth else S
+    for nodes, source in plan.levels:
+        S = S if source is None else S[source]
         u[nodes] = step_(S, k[nodes], x.v[nodes], x.g[nodes], x.beta[nodes])
         o[nodes] = read(S, q[nodes])
     at = (plan.node_slot, plan.write_entry)
