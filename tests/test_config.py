@@ -8,7 +8,15 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from specla.config import DEFAULT_DRAFTER, DTYPES, EngineConfig, ResolvedConfig, resolve
+from specla.config import (
+    DEFAULT_DRAFTER,
+    DTYPES,
+    ONE_THREAD_BELOW,
+    EngineConfig,
+    ResolvedConfig,
+    resolve,
+    with_threads,
+)
 from specla.errors import ConfigError, KernelUnavailable
 
 # What is chosen when nothing is said, and has to be explained.
@@ -123,3 +131,12 @@ def test_options_are_a_copy() -> None:
     config = resolve(EngineConfig(drafter="ngram", drafter_options=options))
     options["num_draft_tokens"] = 4
     assert config.drafter_options == {"num_draft_tokens": 3}
+
+
+def test_small_models_get_one_thread_unless_asked_otherwise() -> None:
+    left_open = resolve(EngineConfig())
+    small = with_threads(left_open, ONE_THREAD_BELOW - 1)
+    assert (small.threads, small.reasons["threads"][0]) == (1, "1")
+    assert with_threads(left_open, ONE_THREAD_BELOW) == left_open
+    asked = resolve(EngineConfig(threads=3))
+    assert with_threads(asked, 1) == asked

@@ -291,3 +291,12 @@ def test_progress_counts_up_to_the_whole(folder: str) -> None:
     (total,) = {total for _, total in seen}
     assert seen == sorted(seen)
     assert seen[-1] == (total, total)
+
+
+def test_another_model_does_not_change_our_threads(folder: str) -> None:
+    """Row invariance was checked for one thread count; bits are promised for that one only."""
+    ours = load(folder)
+    LLM(folder, threads=2, max_slots=1)
+    assert torch.get_num_threads() == 2
+    ours.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+    assert torch.get_num_threads() == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -23,7 +23,11 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 PREFILL_UNIT = 64
+# Bytes of weights below which a second CPU thread brought nothing on idle cores and made decoding
+# several times slower on shared ones (docs/log.md, 2026-11-29).
+ONE_THREAD_BELOW = 256 * 2**20
 DEFAULT_DRAFTER = "suffix"
+TORCH_CHOSE = "torch's own choice"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +38,8 @@ class EngineConfig:
         fastest autoregressive decoding, no drafter, bits may depend on batching: a baseline).
     max_slots: sequences decoded together. max_nodes: most nodes of one tree, node 0 included.
     log_capacity: accepted tokens kept as factors before they are folded into the state.
-    prefill_chunk: prompt tokens per call, a multiple of 64. threads: CPU threads.
+    prefill_chunk: prompt tokens per call, a multiple of 64. threads: CPU threads; None means one
+        for small models and torch's choice for others.
     """
 
     model: str = "demo"
@@ -94,7 +99,7 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     if config.log_capacity is None:
         reasons["log_capacity"] = "0 on a CPU: replaying a factor costs as much as writing S"
     if config.threads is None:
-        reasons["threads"] = "torch's own choice"
+        reasons["threads"] = TORCH_CHOSE
     return ResolvedConfig(
         model=config.model,
         revision=config.revision,
@@ -110,6 +115,14 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         threads=config.threads or torch.get_num_threads(),
         reasons=reasons,
     )
+
+
+def with_threads(config: ResolvedConfig, weight_bytes: int) -> ResolvedConfig:
+    """The number of threads for a model of this size, where it was left open."""
+    if config.reasons.get("threads") != TORCH_CHOSE or weight_bytes >= ONE_THREAD_BELOW:
+        return config
+    reason = f"1: below {ONE_THREAD_BELOW >> 20} MiB of weights a second one does not pay"
+    return replace(config, threads=1, reasons={**config.reasons, "threads": reason})
 
 
 def environment(name: str) -> str | None:

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from specla import drafters, models
-from specla.config import EngineConfig, ResolvedConfig, resolve
+from specla.config import EngineConfig, ResolvedConfig, resolve, with_threads
 from specla.engine.engine import Engine
 from specla.errors import ConfigError, RequestRejected, SpeclaError
 from specla.models.resolve import resolve as resolve_model
@@ -77,8 +77,6 @@ class LLM:
             threads=threads,
         )
         self.config: ResolvedConfig = resolve(asked)
-        if threads is not None:
-            torch.set_num_threads(threads)
         self._load(progress)
         self._ids = itertools.count()
         self._inboxes: dict[str, deque[StreamDelta]] = {}
@@ -91,6 +89,8 @@ class LLM:
         self.model = models.load(
             str(path), device=config.device, dtype=config.torch_dtype, progress=progress
         )
+        self.config = config = with_threads(config, self.model.info.weight_bytes)
+        self._use_threads()
         if config.mode == "exact":
             self.model.check_rows(min(config.max_slots * config.max_nodes, 64))
         self.engine = Engine(
@@ -203,7 +203,14 @@ class LLM:
                 self.engine.abort(request.request_id)
                 del self._inboxes[request.request_id]
 
+    def _use_threads(self) -> None:
+        """The thread count is the process's, and another LLM may have changed it: row invariance
+        was checked for ours only."""
+        if torch.get_num_threads() != self.config.threads:
+            torch.set_num_threads(self.config.threads)
+
     def _step(self, requests: Sequence[Request]) -> None:
+        self._use_threads()
         if not any(self.engine.scheduler.find(request.request_id) for request in requests):
             raise SpeclaError(
                 "a request must stay in the engine until it completes, but a round that failed "

@@ -41,7 +41,10 @@ Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a hub id.", rich_help_panel=ENGINE)
 ]
 Threads = Annotated[
-    int | None, typer.Option(help="CPU threads; default: all cores.", rich_help_panel=ENGINE)
+    int | None,
+    typer.Option(
+        help="CPU threads; default: 1 for small models, else all cores.", rich_help_panel=ENGINE
+    ),
 ]
 MaxTokens = Annotated[
     int, typer.Option(help="Most tokens to generate; >= 1.", rich_help_panel=SAMPLING)

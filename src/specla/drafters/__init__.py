@@ -34,9 +34,6 @@ REGISTRY: Mapping[str, str] = {
     "suffix": "specla.drafters.suffix:SuffixDrafter",
 }
 
-# What "auto" means; reports always print the concrete name.
-AUTO = "suffix"
-
 
 def resolve_name(name: str) -> str:
     """The registry key that `name` stands for ("auto" becomes a concrete drafter).
@@ -45,7 +42,9 @@ def resolve_name(name: str) -> str:
         ConfigError: no such drafter; the message lists the valid names.
     """
     if name == "auto":
-        return AUTO
+        from specla.config import DEFAULT_DRAFTER  # imports torch
+
+        return DEFAULT_DRAFTER
     if name not in REGISTRY:
         _refuse("drafter", name, ["auto", *REGISTRY])
     return name
