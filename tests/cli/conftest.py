@@ -7,6 +7,7 @@ import io
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +101,8 @@ def delta(text: str, ids: tuple[int, ...], end: Completion | None) -> StreamDelt
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubLLM]:
-    """`from specla.llm import LLM` gives a fresh StubLLM class."""
+    """`from specla.llm import LLM` gives a fresh StubLLM class, and every model is found."""
+    monkeypatch.setattr("specla.models.resolve.resolve", lambda name, *, revision=None: Path(name))
     fresh = type("LLM", (StubLLM,), {"made": [], "behaviour": {}})
     module = types.ModuleType("specla.llm")
     module.LLM = fresh

@@ -153,3 +153,14 @@ def test_help_lists_the_exit_codes(command: list[str], capsys: CAPTURE) -> None:
 def test_version(capsys: CAPTURE) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("specla 0.")
+
+
+def test_a_model_that_is_not_there_is_told_before_torch_loads() -> None:
+    """Importing torch takes longer than the answer should."""
+    code = (
+        "import sys; from specla.cli import main; code = main(['generate', 'no/such', '-p', 'x']);"
+        "sys.exit(code if 'torch' not in sys.modules else 99)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "no/such" in done.stderr

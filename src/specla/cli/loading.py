@@ -18,7 +18,10 @@ Message = dict[str, str]
 
 
 def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
-    """Load the model. torch is imported here, not before."""
+    """Load the model. torch is imported here, and not before the model has been found."""
+    from specla.models.resolve import resolve
+
+    resolve(options.model, revision=options.revision)
     from specla.llm import LLM
 
     return LLM(
