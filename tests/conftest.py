@@ -50,3 +50,14 @@ def poison_empty(request: pytest.FixtureRequest) -> Iterator[None]:
         for name in ("new_empty",):
             patch.setattr(torch.Tensor, name, poisoned(getattr(torch.Tensor, name)))
         yield
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many random histories the state machine played."""
+    counts: dict[str, int] = {}
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name in ("histories", "rounds"):
+                counts[name] = counts.get(name, 0) + value
+    if counts:
+        terminalreporter.write_line(f"state machine: {counts}")
