@@ -109,10 +109,10 @@ def test_several_completions_per_prompt(llm: LLM) -> None:
     """In order, prompt by prompt; completion i is the one of seed + i."""
     three = SamplingParams(temperature=1.0, seed=2**64 - 2, n=3, max_tokens=6)
     before = llm.engine.stats.prefill_tokens
+    llm.generate(PROMPTS[0], three)
+    # One prefill for all three. With more prompts than slots it depends on who ends first.
+    assert llm.engine.stats.prefill_tokens - before == len(llm.tokenizer.encode(PROMPTS[0])) - 1
     got = llm.generate(PROMPTS[:2], three)
-    assert llm.engine.stats.prefill_tokens - before == sum(
-        len(llm.tokenizer.encode(prompt)) - 1 for prompt in PROMPTS[:2]
-    )
     assert [c.prompt for c in got] == [p for p in PROMPTS[:2] for _ in range(3)]
     seeds = [2**64 - 2, 2**64 - 1, 0]
     assert [c.seed for c in got] == seeds * 2
