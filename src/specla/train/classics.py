@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import textwrap
 
-from specla.train.functions import Function
+from specla.train.function import Function
 
 # name | arguments | what it does | body. $n, $t, $l and $k stand for names and a constant.
 CLASSICS = """

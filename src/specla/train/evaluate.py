@@ -24,7 +24,8 @@ from torch import Tensor
 
 from specla.train.chat import ASSISTANT_ID, render
 from specla.train.checkpoint import load_checkpoint
-from specla.train.functions import Function, third_person
+from specla.train.function import Function
+from specla.train.functions import third_person
 from specla.train.gdn import GDNLanguageModel
 from specla.train.greedy import Decoded, decode_all, loops, rambles
 from specla.train.sandbox import agrees, passes_tests

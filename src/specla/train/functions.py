@@ -9,25 +9,11 @@ combinations can be held out and a model's answer checked by running it. `ask` t
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
 
 from specla.train.chat import render
+from specla.train.classics import classic_function
 from specla.train.corpus import digest
-
-
-class Function(NamedTuple):
-    """A function as a request sees it: name, signature, what it does, and its indented body."""
-
-    name: str
-    signature: str
-    does: str
-    body: str
-
-    def source(self, doc: bool = True) -> str:
-        """The function's source, with its description as docstring unless ``doc`` is false."""
-        quoted = f'    """{self.does[0].upper() + self.does[1:]}."""\n' if doc else ""
-        return f"def {self.signature}:\n{quoted}{self.body}"
-
+from specla.train.function import Function
 
 FILTERS = (
     ("even", "even", "{x} % 2 == 0"), ("odd", "odd", "{x} % 2 == 1"),
@@ -124,8 +110,6 @@ def loop_body(how: str, x: str, arg: str, test: str, value: str) -> str:
 
 def generated_function(rng: random.Random) -> Function:
     """A composed list function (most of the time) or one of the classics."""
-    from specla.train.classics import classic_function
-
     return list_function(rng) if rng.random() < 0.6 else classic_function(rng)
 
 

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 
-from specla.train.functions import Function
+from specla.train.function import Function
 
 LONGEST_BODY = 40
 

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from specla.train.problems import Draw, Sketch, template
+from specla.train.sketch import Draw, Sketch, Template
 
 
-@template
 def two_purchases(d: Draw) -> Sketch:
     p, (x, y) = d.person(), d.two_things()
     a, b, c, e = d.n(2, 12), d.n(2, 15), d.n(2, 12), d.n(2, 15)
@@ -27,7 +26,6 @@ def two_purchases(d: Draw) -> Sketch:
     return Sketch(q, steps, a * b + c * e)
 
 
-@template
 def change_back(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     a, b = d.n(2, 15), d.n(2, 9)
@@ -44,7 +42,6 @@ def change_back(d: Draw) -> Sketch:
     return Sketch(q, steps, paid - a * b)
 
 
-@template
 def wages_with_overtime(d: Draw) -> Sketch:
     p = d.person()
     rate, hours, extra = d.n(8, 30), d.n(20, 40), d.n(2, 10)
@@ -64,7 +61,6 @@ def wages_with_overtime(d: Draw) -> Sketch:
     return Sketch(q, steps, hours * rate + extra * rate * 2)
 
 
-@template
 def weekly_savings(d: Draw) -> Sketch:
     p = d.person()
     income, spent, weeks = d.n(40, 300, 5), d.n(10, 35), d.n(3, 30)
@@ -82,7 +78,6 @@ def weekly_savings(d: Draw) -> Sketch:
     return Sketch(q, steps, (income - spent) * weeks)
 
 
-@template
 def discount(d: Draw) -> Sketch:
     p = d.person()
     percent, price = d.n(5, 60, 5), d.n(20, 400, 20)
@@ -105,7 +100,6 @@ def discount(d: Draw) -> Sketch:
     return Sketch(q, steps, price - off)
 
 
-@template
 def price_rise(d: Draw) -> Sketch:
     percent, price, count = d.n(10, 50, 10), d.n(10, 90, 10), d.n(2, 9)
     p, x = d.person(), d.thing()
@@ -124,7 +118,6 @@ def price_rise(d: Draw) -> Sketch:
     return Sketch(q, steps, count * new)
 
 
-@template
 def profit(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     count, cost, gain = d.n(5, 60), d.n(1, 9), d.n(1, 12)
@@ -142,7 +135,6 @@ def profit(d: Draw) -> Sketch:
     return Sketch(q, steps, count * gain)
 
 
-@template
 def stall_takings(d: Draw) -> Sketch:
     p, (x, y) = d.person(), d.two_things()
     a, b, c, e, f = d.n(5, 40), d.n(2, 9), d.n(5, 40), d.n(2, 9), d.n(5, 20)
@@ -161,7 +153,6 @@ def stall_takings(d: Draw) -> Sketch:
     return Sketch(q, steps, a * b + c * e - f)
 
 
-@template
 def split_bill(d: Draw) -> Sketch:
     p = d.person()
     people, each, tip = d.n(2, 9), d.n(6, 40), d.n(1, 6)
@@ -179,7 +170,6 @@ def split_bill(d: Draw) -> Sketch:
     return Sketch(q, steps, each + tip)
 
 
-@template
 def saving_for_goal(d: Draw) -> Sketch:
     p = d.person()
     week, weeks, have = d.n(5, 40), d.n(2, 25), d.n(10, 150)
@@ -200,7 +190,6 @@ def saving_for_goal(d: Draw) -> Sketch:
     return Sketch(q, steps, weeks)
 
 
-@template
 def cheaper_offer(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     count, low, more = d.n(3, 30), d.n(2, 12), d.n(1, 8)
@@ -223,7 +212,6 @@ def cheaper_offer(d: Draw) -> Sketch:
     return Sketch(q, steps, count * more)
 
 
-@template
 def monthly_fees(d: Draw) -> Sketch:
     p = d.person()
     fee, months, start = d.n(5, 60), d.n(3, 24), d.n(10, 100, 5)
@@ -243,7 +231,6 @@ def monthly_fees(d: Draw) -> Sketch:
     return Sketch(q, steps, fee * months + start)
 
 
-@template
 def unit_price(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     pack, unit, want = d.n(3, 12), d.n(2, 12), d.n(13, 40)
@@ -259,7 +246,6 @@ def unit_price(d: Draw) -> Sketch:
     return Sketch(q, steps, want * unit)
 
 
-@template
 def allowance_split(d: Draw) -> Sketch:
     p = d.person()
     total, part = d.pick(40, 60, 80, 120, 160, 200, 240, 360), d.pick(2, 4, 5)
@@ -281,7 +267,6 @@ def allowance_split(d: Draw) -> Sketch:
     return Sketch(q, steps, total - bought - spend)
 
 
-@template
 def commission(d: Draw) -> Sketch:
     p = d.person()
     base, percent, sales = d.n(100, 900, 50), d.n(5, 20, 5), d.n(200, 4000, 100)
@@ -296,3 +281,22 @@ def commission(d: Draw) -> Sketch:
         f"The week brings {d.eq(f'{base} + {cut}', '$')}.",
     ]
     return Sketch(q, steps, base + cut)
+
+
+TEMPLATES: tuple[Template, ...] = (
+    two_purchases,
+    change_back,
+    wages_with_overtime,
+    weekly_savings,
+    discount,
+    price_rise,
+    profit,
+    stall_takings,
+    split_bill,
+    saving_for_goal,
+    cheaper_offer,
+    monthly_fees,
+    unit_price,
+    allowance_split,
+    commission,
+)

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from specla.train.problems import Draw, Sketch, template
+from specla.train.sketch import Draw, Sketch, Template
 
 
-@template
 def distance_two_legs(d: Draw) -> Sketch:
     p = d.person()
     v, t, w, s = d.n(3, 90), d.n(2, 9), d.n(3, 90), d.n(2, 9)
@@ -25,7 +24,6 @@ def distance_two_legs(d: Draw) -> Sketch:
     return Sketch(q, steps, v * t + w * s)
 
 
-@template
 def time_for_distance(d: Draw) -> Sketch:
     p = d.person()
     v, t, rest = d.n(4, 80), d.n(2, 12), d.n(1, 4)
@@ -42,7 +40,6 @@ def time_for_distance(d: Draw) -> Sketch:
     return Sketch(q, steps, t + rest)
 
 
-@template
 def reading_pages(d: Draw) -> Sketch:
     p = d.person()
     per, days, left = d.n(5, 60), d.n(2, 14), d.n(3, 20)
@@ -61,7 +58,6 @@ def reading_pages(d: Draw) -> Sketch:
     return Sketch(q, steps, left)
 
 
-@template
 def tank_filling(d: Draw) -> Sketch:
     fill, leak, minutes, start = d.n(6, 40), d.n(1, 5), d.n(5, 60), d.n(10, 200, 5)
     tank = d.pick("tank", "pool", "barrel", "pond", "cistern")
@@ -79,7 +75,6 @@ def tank_filling(d: Draw) -> Sketch:
     return Sketch(q, steps, start + (fill - leak) * minutes)
 
 
-@template
 def machine_output(d: Draw) -> Sketch:
     x = d.thing()
     rate, hours, days, bad = d.n(5, 90), d.n(2, 12), d.n(2, 7), d.n(1, 30)
@@ -98,7 +93,6 @@ def machine_output(d: Draw) -> Sketch:
     return Sketch(q, steps, total - bad)
 
 
-@template
 def practice_minutes(d: Draw) -> Sketch:
     p = d.person()
     a, b, days, weeks = d.n(10, 60, 5), d.n(5, 45, 5), d.n(2, 6), d.n(2, 9)
@@ -117,7 +111,6 @@ def practice_minutes(d: Draw) -> Sketch:
     return Sketch(q, steps, (a + b) * days * weeks)
 
 
-@template
 def hours_and_minutes(d: Draw) -> Sketch:
     p = d.person()
     hours, minutes, minus = d.n(1, 6), d.n(5, 55, 5), d.n(5, 40, 5)
@@ -136,7 +129,6 @@ def hours_and_minutes(d: Draw) -> Sketch:
     return Sketch(q, steps, hours * 60 + minutes - minus)
 
 
-@template
 def rectangle_fence(d: Draw) -> Sketch:
     p = d.person()
     a, b, cost = d.n(3, 60), d.n(3, 60), d.n(2, 15)
@@ -155,7 +147,6 @@ def rectangle_fence(d: Draw) -> Sketch:
     return Sketch(q, steps, (a + b) * 2 * cost)
 
 
-@template
 def floor_tiles(d: Draw) -> Sketch:
     p = d.person()
     a, b, per, have = d.n(3, 20), d.n(3, 20), d.n(2, 9), d.n(5, 50)
@@ -175,7 +166,6 @@ def floor_tiles(d: Draw) -> Sketch:
     return Sketch(q, steps, need - have)
 
 
-@template
 def cut_rope(d: Draw) -> Sketch:
     p = d.person()
     piece, count, rest = d.n(2, 25), d.n(3, 20), d.n(1, 40)
@@ -194,7 +184,6 @@ def cut_rope(d: Draw) -> Sketch:
     return Sketch(q, steps, rest)
 
 
-@template
 def work_rates(d: Draw) -> Sketch:
     p, r = d.person(), d.person()
     a, b, t = d.n(2, 40), d.n(2, 40), d.n(2, 12)
@@ -215,7 +204,6 @@ def work_rates(d: Draw) -> Sketch:
     return Sketch(q, steps, (a + b) * t)
 
 
-@template
 def temperature_steps(d: Draw) -> Sketch:
     start, drop, hours, rise = d.n(18, 80), d.n(1, 4), d.n(2, 4), d.n(1, 15)
     place = d.pick("a greenhouse", "an oven", "the lake", "a lab", "the desert", "a cellar")
@@ -233,7 +221,6 @@ def temperature_steps(d: Draw) -> Sketch:
     return Sketch(q, steps, start - drop * hours + rise)
 
 
-@template
 def fuel_use(d: Draw) -> Sketch:
     p = d.person()
     per, liters, price = d.n(5, 25), d.n(4, 40), d.n(2, 6)
@@ -251,7 +238,6 @@ def fuel_use(d: Draw) -> Sketch:
     return Sketch(q, steps, liters * price)
 
 
-@template
 def bus_passengers(d: Draw) -> Sketch:
     a, b, c, e = d.n(10, 60), d.n(2, 9), d.n(2, 20), d.n(2, 9)
     f = d.n(1, 15)
@@ -269,7 +255,6 @@ def bus_passengers(d: Draw) -> Sketch:
     return Sketch(q, steps, a - b + c - e + f)
 
 
-@template
 def steps_walked(d: Draw) -> Sketch:
     p = d.person()
     base, more, days = d.n(1000, 9000, 100), d.n(100, 900, 100), d.n(2, 5)
@@ -284,3 +269,22 @@ def steps_walked(d: Draw) -> Sketch:
     steps = [f"Day {i + 2}: {d.eq(f'{s} + {more}')} steps." for i, s in enumerate(amounts[:-1])]
     steps.append(f"Altogether: {d.eq(' + '.join(map(str, amounts)))} steps.")
     return Sketch(q, steps, total)
+
+
+TEMPLATES: tuple[Template, ...] = (
+    distance_two_legs,
+    time_for_distance,
+    reading_pages,
+    tank_filling,
+    machine_output,
+    practice_minutes,
+    hours_and_minutes,
+    rectangle_fence,
+    floor_tiles,
+    cut_rope,
+    work_rates,
+    temperature_steps,
+    fuel_use,
+    bus_passengers,
+    steps_walked,
+)

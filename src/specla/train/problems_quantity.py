@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from specla.train.problems import Draw, Sketch, template
+from specla.train.sketch import Draw, Sketch, Template
 
 
-@template
 def gains_and_losses(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     a, b, c = d.n(20, 200), d.n(3, 90), d.n(2, 19)
@@ -23,7 +22,6 @@ def gains_and_losses(d: Draw) -> Sketch:
     return Sketch(q, steps, a + b - c)
 
 
-@template
 def times_and_more(d: Draw) -> Sketch:
     p, r, x = d.person(), d.person(), d.thing()
     a, k, m = d.n(3, 60), d.n(2, 6), d.n(2, 30)
@@ -41,7 +39,6 @@ def times_and_more(d: Draw) -> Sketch:
     return Sketch(q, steps, a * k + m)
 
 
-@template
 def three_friends(d: Draw) -> Sketch:
     p, r, s, x = d.person(), d.person(), d.person(), d.thing()
     a, k, m = d.n(4, 50), d.n(2, 5), d.n(1, 15)
@@ -60,7 +57,6 @@ def three_friends(d: Draw) -> Sketch:
     return Sketch(q, steps, a + 2 * a * k + m)
 
 
-@template
 def equal_shares(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     people, each, kept = d.n(3, 12), d.n(2, 15), d.n(1, 20)
@@ -78,7 +74,6 @@ def equal_shares(d: Draw) -> Sketch:
     return Sketch(q, steps, each)
 
 
-@template
 def boxes_on_shelves(d: Draw) -> Sketch:
     x, place = (
         d.thing(),
@@ -101,7 +96,6 @@ def boxes_on_shelves(d: Draw) -> Sketch:
     return Sketch(q, steps, total - gone)
 
 
-@template
 def rows_of_seats(d: Draw) -> Sketch:
     hall = d.pick(
         "theater", "concert hall", "cinema", "stadium block", "lecture room", "circus tent"
@@ -121,7 +115,6 @@ def rows_of_seats(d: Draw) -> Sketch:
     return Sketch(q, steps, rows * seats - sold)
 
 
-@template
 def fraction_left(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     k, part = d.pick(2, 3, 4, 5, 6, 8, 10), d.n(3, 40)
@@ -148,7 +141,6 @@ def fraction_left(d: Draw) -> Sketch:
     return Sketch(q, steps, total - part - more)
 
 
-@template
 def share_of_group(d: Draw) -> Sketch:
     percent, hundred = d.n(10, 90, 10), d.n(2, 60)
     total, minus = hundred * 10, d.n(1, 5)
@@ -169,7 +161,6 @@ def share_of_group(d: Draw) -> Sketch:
     return Sketch(q, steps, total - count)
 
 
-@template
 def ages(d: Draw) -> Sketch:
     p, r = d.person(), d.person()
     a, k, years = d.n(3, 20), d.n(2, 5), d.n(2, 15)
@@ -189,7 +180,6 @@ def ages(d: Draw) -> Sketch:
     return Sketch(q, steps, a + a * k + 2 * years)
 
 
-@template
 def age_difference(d: Draw) -> Sketch:
     p, r = d.person(), d.person()
     a, older, ago = d.n(12, 40), d.n(2, 25), d.n(2, 11)
@@ -207,7 +197,6 @@ def age_difference(d: Draw) -> Sketch:
     return Sketch(q, steps, a + older - ago)
 
 
-@template
 def packs_needed(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     guests, each, pack = d.n(4, 30), d.n(1, 6), d.n(2, 12)
@@ -226,7 +215,6 @@ def packs_needed(d: Draw) -> Sketch:
     return Sketch(q, steps, spare)
 
 
-@template
 def garden_rows(d: Draw) -> Sketch:
     p = d.person()
     a, b = d.pick(
@@ -249,7 +237,6 @@ def garden_rows(d: Draw) -> Sketch:
     return Sketch(q, steps, total - dead)
 
 
-@template
 def animals_legs(d: Draw) -> Sketch:
     p = d.person()
     a, b = d.n(2, 40), d.n(2, 40)
@@ -270,7 +257,6 @@ def animals_legs(d: Draw) -> Sketch:
     return Sketch(q, steps, 4 * a + 2 * b)
 
 
-@template
 def recipe_scaling(d: Draw) -> Sketch:
     p = d.person()
     serves, factor, amount = d.n(2, 8), d.n(2, 9), d.n(2, 30)
@@ -290,7 +276,6 @@ def recipe_scaling(d: Draw) -> Sketch:
     return Sketch(q, steps, amount * factor)
 
 
-@template
 def average_score(d: Draw) -> Sketch:
     p = d.person()
     count = d.n(3, 5)
@@ -311,7 +296,6 @@ def average_score(d: Draw) -> Sketch:
     return Sketch(q, steps, mean)
 
 
-@template
 def missing_part(d: Draw) -> Sketch:
     p = d.person()
     a, k, c = d.n(5, 60), d.n(2, 5), d.n(5, 80)
@@ -332,7 +316,6 @@ def missing_part(d: Draw) -> Sketch:
     return Sketch(q, steps, c)
 
 
-@template
 def doubling_days(d: Draw) -> Sketch:
     p, x = d.person(), d.thing()
     first, days = d.n(2, 30), d.n(3, 5)
@@ -346,3 +329,24 @@ def doubling_days(d: Draw) -> Sketch:
     steps = [f"Day {i + 2}: {d.eq(f'{c} * 2')}." for i, c in enumerate(counts[:-1])]
     steps.append(f"The total is {d.eq(' + '.join(map(str, counts)))}.")
     return Sketch(q, steps, sum(counts))
+
+
+TEMPLATES: tuple[Template, ...] = (
+    gains_and_losses,
+    times_and_more,
+    three_friends,
+    equal_shares,
+    boxes_on_shelves,
+    rows_of_seats,
+    fraction_left,
+    share_of_group,
+    ages,
+    age_difference,
+    packs_needed,
+    garden_rows,
+    animals_legs,
+    recipe_scaling,
+    average_score,
+    missing_part,
+    doubling_days,
+)
