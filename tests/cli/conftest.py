@@ -37,12 +37,14 @@ class StubLLM:
         self.drafters_seen: list[Any] = []
         template = self.behaviour.get("chat_template", True)
         self.tokenizer = types.SimpleNamespace(has_chat_template=template)
-        info = types.SimpleNamespace(architecture="StubForCausalLM")
+        info = types.SimpleNamespace(architecture="StubForCausalLM", fingerprint="00")
         self.model = types.SimpleNamespace(
             info=info, device="cpu", dtype="torch.float32", check_rows=self.check_rows
         )
         name = "suffix" if options["drafter"] == "auto" else options["drafter"]
-        self.config = types.SimpleNamespace(drafter=name, drafter_options={})
+        self.config = types.SimpleNamespace(
+            drafter=name, drafter_options={}, summary=lambda: {"drafter": name, "reasons": {}}
+        )
         self.engine = types.SimpleNamespace(drafter=None)
         if options.get("progress"):
             options["progress"](1, 1)

@@ -62,6 +62,7 @@ def test_json_is_one_object_with_the_promised_fields(stub: Any, capsys: CAPTURE)
     assert record["device"] == "cpu"
     assert record["dtype"] == "float32"
     assert record["versions"]["specla"]
+    assert record["engine"]["drafter"] == "suffix"
     assert record["prompt_format"] == "chat"
     assert len(record["logprobs"]) == 4
 

@@ -61,12 +61,15 @@ def completion_record(completion: Completion, form: str) -> dict[str, Any]:
 
 
 def run_record(llm: LLM, model: str) -> dict[str, Any]:
-    """The part of a result that is about the run."""
+    """The part of a result that is about the run. `engine` has every setting as it ran, and in
+    `reasons` why the ones that were left open came out as they did."""
     return {
         "model": model,
         "architecture": llm.model.info.architecture,
         "device": str(llm.model.device),
         "dtype": str(llm.model.dtype).removeprefix("torch."),
+        "fingerprint": llm.model.info.fingerprint,
+        "engine": llm.config.summary(),
         "versions": versions(),
     }
 
