@@ -187,7 +187,7 @@ def _device(device: str, reasons: dict[str, str]) -> str:
 
 def _dtype(dtype: str, reasons: dict[str, str]) -> str:
     if dtype == "auto":
-        reasons["dtype"] = "float32: the fastest exact arithmetic on a CPU"
+        reasons["dtype"] = "float32: prompts and trees took 2 to 4 times longer in bfloat16 (AVX2)"
         return "float32"
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, got {dtype!r}")
