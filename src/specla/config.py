@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """EngineConfig and resolve(): every "auto" becomes a value, once, and is reported.
 
-The only module that reads the environment.
+Where the environment is read if it ever is: no other module may, and nothing needs it yet.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
@@ -123,11 +122,6 @@ def with_threads(config: ResolvedConfig, weight_bytes: int) -> ResolvedConfig:
         return config
     reason = f"1: below {ONE_THREAD_BELOW >> 20} MiB of weights a second one does not pay"
     return replace(config, threads=1, reasons={**config.reasons, "threads": reason})
-
-
-def environment(name: str) -> str | None:
-    """The value of an environment variable, or None."""
-    return os.environ.get(name)
 
 
 def _check(config: EngineConfig) -> None:
