@@ -4,7 +4,10 @@
 Identities that always hold, per request and in total (tests check them on every run):
 
     sum(histogram) == rounds      sum(i * histogram[i]) == accepted
-    completion_tokens == rounds + accepted - rounds whose path was cut by an end
+    emitted == rounds + accepted - rounds whose path was cut by an end
+
+A stop string is seen after the commit: it shortens the completion, not these counts. A row with
+nothing to draw from is not counted in the round it fails in.
 """
 
 from __future__ import annotations
