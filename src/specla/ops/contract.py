@@ -139,3 +139,27 @@ class RoundPlan:
     taps: tuple[Places, ...]
     offsets: tuple[int, ...]
     trees: tuple[DraftTree, ...]
+
+
+class DeviceRound(NamedTuple):
+    """One round's integers on the device, at fixed addresses, so that a CUDA graph can replay
+    over them. All int32. Node i of row b is row b * N + i of every activation.
+
+    slot [B]: the row's slot; 0 for padding. num_nodes [B]: 0 for a row that does nothing.
+    tokens, parents [B, N]: the trees; entries from num_nodes on are never looked at.
+    bank [B]: the candidate bank that holds the log's tail; this round writes the other.
+    ring_len, path_len [B], path [B, N_max]: the log is ring entries 0 .. ring_len - 1, then
+        entries R + bank * N_max + path[0 .. path_len - 1]. A fold is due iff it is longer than
+        the threshold that the kernels are given.
+    walk [B, 1 + capacity]: the trees compiled by `ops.walk.compile_walks`; word 0 is the count.
+    """
+
+    slot: Tensor
+    num_nodes: Tensor
+    tokens: Tensor
+    parents: Tensor
+    bank: Tensor
+    ring_len: Tensor
+    path_len: Tensor
+    path: Tensor
+    walk: Tensor

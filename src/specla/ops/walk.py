@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees -> walk lists, on the device: the order in which one program visits a tree's nodes with
+one live state, and how it gets from branch to branch.
+
+Light children are visited before the heavy one (largest subtree, the lowest index among equals),
+so that on the heavy path nothing above is unfinished and one checkpoint is enough: it is taken at
+every branching node of the heavy path. A branch that does not go on from the live state starts
+from the checkpoint and replays the recorded factors of the nodes in between, which gives the same
+bits as having kept that node's state, and costs half a step per node instead of a state's round
+trip through memory (docs/adr/0012).
+
+One int32 word per operation:
+
+    bits 0-7 node;  WALK: compute u and o (else: replay the node's recorded factors);
+    RESTORE: start from the checkpoint;  SAVE: the state after this operation is the checkpoint
+
+At most N walks and N^2 / 12 replays: a light subtree has at most half of the nodes, and m nodes
+cannot ask for more than (m / 2)^2 replays. `capacity` leaves room for N^2 / 8.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specla.ops.contract import DeviceRound
+
+WALK, RESTORE, SAVE = 1 << 8, 1 << 9, 1 << 10
+NODE_MASK = 255
+MAX_NODES = 64
+_WALK, _RESTORE, _SAVE = tl.constexpr(WALK), tl.constexpr(RESTORE), tl.constexpr(SAVE)
+
+
+def capacity(max_nodes: int) -> int:
+    """Most operations of a walk over `max_nodes` nodes."""
+    return max_nodes + max_nodes * max_nodes // 8
+
+
+def compile_walks(rnd: DeviceRound) -> None:
+    """Fill rnd.walk from rnd.parents and rnd.num_nodes; one program per row, no host work."""
+    num_rows, num_nodes = rnd.parents.shape
+    block = max(2, triton.next_power_of_2(num_nodes))
+    _compile_kernel[(num_rows,)](
+        rnd.parents,
+        rnd.num_nodes,
+        rnd.walk,
+        num_nodes,
+        rnd.walk.shape[1],
+        BLOCK=block,
+        num_warps=4 if block > 16 else 1,
+    )
+
+
+@triton.jit
+def _across(x, row, column):
+    """A vector indexed by column, indexed by row."""
+    return tl.sum(tl.where(row[:, None] == column[None, :], x[None, :], 0), axis=1)
+
+
+@triton.jit
+def _down(x, row, column):
+    """A vector indexed by row, indexed by column."""
+    return tl.sum(tl.where(row[:, None] == column[None, :], x[:, None], 0), axis=0)
+
+
+@triton.jit(do_not_specialize=["num_columns", "stride"])
+def _compile_kernel(
+    parents_ptr, num_nodes_ptr, walk_ptr, num_columns, stride, BLOCK: tl.constexpr
+):
+    b = tl.program_id(0)
+    n = tl.load(num_nodes_ptr + b)
+    parents_ptr += b * num_columns
+    i = tl.arange(0, BLOCK)  # rows: a node
+    a = tl.arange(0, BLOCK)  # columns: one of its ancestors, or another node
+    parent = tl.load(parents_ptr + i, mask=i < n, other=-1)
+    parent_a = tl.load(parents_ptr + a, mask=a < n, other=-1)
+
+    # Ancestors and self, and the depth, by climbing from all nodes at once.
+    above = ((i[:, None] == a[None, :]) & (i[:, None] < n)).to(tl.int32)
+    depth = tl.zeros([BLOCK], tl.int32)
+    climb = parent
+    while tl.max(climb, axis=0) >= 0:
+        above = above | (climb[:, None] == a[None, :]).to(tl.int32)
+        depth += (climb >= 0).to(tl.int32)
+        climb = tl.load(parents_ptr + climb, mask=climb >= 0, other=-1)
+
+    size_a = tl.sum(above, axis=0)
+    size = _across(size_a, i, a)
+    num_children_a = tl.sum(
+        ((parent[:, None] == a[None, :]) & (i[:, None] < n)).to(tl.int32), axis=0
+    )
+
+    # Matrix [s, a]: sibling s is visited before a.
+    siblings = (parent[:, None] == parent_a[None, :]) & (i[:, None] != a[None, :])
+    siblings = siblings & (i[:, None] < n) & (a[None, :] < n)
+    smaller = (size[:, None] < size_a[None, :]) | (
+        (size[:, None] == size_a[None, :]) & (i[:, None] > a[None, :])
+    )
+    step_a = 1 + tl.sum(tl.where(siblings & smaller, size[:, None], 0), axis=0)
+    not_last_a = tl.sum((siblings & (smaller == 0)).to(tl.int32), axis=0)
+
+    position = tl.sum(above * step_a[None, :], axis=1) - 1
+    is_heavy = (tl.sum(above * not_last_a[None, :], axis=1) == 0) & (i < n)
+    is_heavy_a = _down(is_heavy.to(tl.int32), i, a)
+    strict = above * (i[:, None] != a[None, :]).to(tl.int32)
+    # The checkpoint's depth: of the deepest heavy ancestor.
+    base = tl.sum(strict * is_heavy_a[None, :], axis=1) - 1
+    goes_on = (_across(step_a, i, a) == 1) | (depth == 0)
+    replays = tl.where(goes_on | (i >= n), 0, depth - 1 - base)
+
+    length_a = 1 + _down(replays, i, a)
+    position_a = _down(position, i, a)
+    earlier = (position_a[None, :] < position[:, None]) & (a[None, :] < n)
+    start = tl.sum(tl.where(earlier, length_a[None, :], 0), axis=1)
+
+    words = walk_ptr + b * stride + 1
+    save = is_heavy & (_across(num_children_a, i, a) > 1)
+    word = i | _WALK | tl.where(save, _SAVE, 0)
+    word = word | tl.where((goes_on == 0) & (replays == 0), _RESTORE, 0)
+    tl.store(words + start + replays, word, mask=i < n)
+    depth_a = _down(depth, i, a)
+    order = depth_a[None, :] - base[:, None] - 1
+    again = (strict > 0) & (order >= 0) & (replays[:, None] > 0) & (i[:, None] < n)
+    tl.store(
+        words + start[:, None] + order,
+        a[None, :] | tl.where(order == 0, _RESTORE, 0),
+        mask=again,
+    )
+    total = tl.sum(tl.where(i < n, 1 + replays, 0), axis=0)
+    tl.store(walk_ptr + b * stride, total)
