@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every method of the kernel benchmark computes what the reference computes (interpreted)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specla.bench import baselines, methods, triton_baselines
+from specla.bench.kernel_cases import Case, binary, chain, path_to
+from specla.bench.kernel_problem import Problem, error
+from specla.bench.methods import Method
+from specla.errors import KernelUnavailable
+from specla.ops.contract import RecurrentShape
+
+SHAPE = RecurrentShape(
+    num_layers=1, num_key_heads=1, num_value_heads=2, key_dim=32, value_dim=8, conv_width=4
+)
+TREE = Case(
+    name="tree",
+    shape=SHAPE,
+    num_rows=2,
+    parents=binary(5),
+    path=(0, 1, 3),
+    log_capacity=4,
+    accepted=path_to(binary(5), 4),
+)
+CHAIN = Case(
+    name="chain",
+    shape=SHAPE,
+    num_rows=2,
+    parents=chain(3),
+    ring_len=1,
+    path=(0, 1),
+    log_capacity=4,
+    threshold=4,
+    accepted=(0, 1),
+)
+DECODE = replace(CHAIN, name="decode", parents=(-1,), accepted=(0,))
+# The state kernel is slow to interpret and has tests of its own.
+OURS = [
+    (TREE, methods.exact(pdl=False)),
+    (CHAIN, baselines.separate_commit(replay=True)),
+    pytest.param(TREE, baselines.separate_commit(), marks=pytest.mark.slow),
+    pytest.param(CHAIN, methods.exact(pdl=False, with_prepare=False), marks=pytest.mark.slow),
+]
+BASELINES = [
+    baselines.snapshots(),
+    baselines.root_to_leaf(),
+    baselines.recovery("factors"),
+    baselines.recovery("tokens"),
+    baselines.recovery("tokens and projections"),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles() -> Iterator[None]:
+    """Several tiles per head, although states are small here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_baselines, "TILE_ELEMENTS", 4 * SHAPE.key_dim)
+        yield
+
+
+def problem(case: Case) -> Problem:
+    return Problem(case, num_layers=2, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=[TREE, CHAIN], ids=lambda case: case.name)
+def built(request: pytest.FixtureRequest) -> Problem:
+    return problem(request.param)
+
+
+def test_the_reference_agrees_with_the_oracle(built: Problem) -> None:
+    n = built.case.num_nodes
+    for row in range(built.case.num_rows):
+        assert error(built.truth.o[row * n : (row + 1) * n], built.oracle(row)) < 1e-5
+
+
+@pytest.mark.parametrize("method", BASELINES, ids=lambda method: method.name)
+def test_baselines_are_right(built: Problem, method: Method) -> None:
+    runner = method.build(built)
+    assert runner.parts == 2
+    for call in runner.calls:
+        call()
+    # Running it changed nothing that the check reads.
+    assert runner.check() <= method.tolerance
+
+
+@pytest.mark.parametrize(("case", "method"), OURS)
+def test_our_kernels_are_right(case: Case, method: Method) -> None:
+    runner = method.build(problem(case))
+    assert runner.check() <= method.tolerance
+    assert len(runner.calls) % runner.parts == 0
+
+
+@pytest.mark.parametrize("case", [CHAIN, DECODE], ids=lambda case: case.name)
+def test_chain_wy(case: Case) -> None:
+    method = baselines.chain_wy()
+    assert method.build(problem(case)).check() <= 1e-4  # the interpreter has no tf32
+
+
+def test_chain_wy_takes_no_tree(built: Problem) -> None:
+    if not built.case.is_chain:
+        with pytest.raises(KernelUnavailable, match="chains"):
+            baselines.chain_wy().build(built)
+
+
+def test_decode_in_place() -> None:
+    method = baselines.decode_in_place()
+    assert method.build(problem(DECODE)).check() <= method.tolerance
+
+
+def test_a_wrong_method_is_caught(built: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = triton_baselines.one_path
+
+    def forgets_the_last_node(S, slot, nodes, *rest):  # type: ignore[no-untyped-def]
+        right(S, slot, nodes[:-1].contiguous(), *rest)
+
+    monkeypatch.setattr(triton_baselines, "one_path", forgets_the_last_node)
+    assert baselines.root_to_leaf().build(built).check() == float("inf")
+
+
+def test_the_read_kernel_reads_everything() -> None:
+    tile = triton_baselines.ReadTile(block=16, steps=2, warps=1)
+    x, sums = torch.arange(128.0), torch.empty(4)
+    triton_baselines.read_only(x, sums, tile)
+    assert sums.tolist() == x.view(4, 32).sum(1).tolist()
