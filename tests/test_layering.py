@@ -26,6 +26,7 @@ FRONT = {*ENGINE, "engine"}
 ALLOWED = {
     **UPWARD,
     "testing": {*UPWARD},
+    "testing_device": {*UPWARD},
     "engine": ENGINE,
     "llm": FRONT,
     "server": FRONT,

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test tools on the device: a drafter whose trees need neither host nor history.
+
+For benchmarks and tests of whole rounds on the device; `specla.testing` has the doubles that run
+on the host.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specla.ops.contract import DeviceRound
+
+TREE_PURPOSE = 1
+"""The noise's purpose for trees; the target's own draws have another."""
+
+_PURPOSE = tl.constexpr(TREE_PURPOSE)
+
+
+def draft_random_tree(
+    seed: Tensor, len_tokens: Tensor, rnd: DeviceRound, *, vocab_size: int, pdl: bool = False
+) -> None:
+    """Fill every live row with a random tree of exactly N nodes below its node 0.
+
+    Node i hangs below any earlier node; its token is one of those that are i modulo N, so that
+    siblings are distinct. A function of (seed, len_tokens) of the row alone. Rows whose
+    `num_nodes` is 0 are idle and stay so. One program per row.
+
+    Args:
+        seed, len_tokens: int64 and int32 [B].
+        rnd: tokens [B, N] with N <= vocab_size; node 0's token is left as it is.
+    """
+    num_rows, num_nodes = rnd.tokens.shape
+    assert num_nodes <= vocab_size
+    _random_tree_kernel[(num_rows,)](
+        seed,
+        len_tokens,
+        rnd.num_nodes,
+        rnd.tokens,
+        rnd.parents,
+        num_nodes,
+        vocab_size,
+        NODES=triton.next_power_of_2(num_nodes),
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit(do_not_specialize=["num_columns", "vocab_size"])
+def _random_tree_kernel(
+    seed_ptr,
+    len_tokens_ptr,
+    num_nodes_ptr,
+    tokens_ptr,
+    parents_ptr,
+    num_columns,
+    vocab_size,
+    NODES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    b = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tl.load(num_nodes_ptr + b) == 0:
+        return
+    node = tl.arange(0, NODES)
+    position = tl.load(len_tokens_ptr + b)
+    words = tl.philox(tl.load(seed_ptr + b), node, position, 0, _PURPOSE)
+    # 31 bits, so that the remainders are those of non-negative numbers.
+    first, second = (words[0] >> 1).to(tl.int32), (words[1] >> 1).to(tl.int32)
+    parent = tl.where(node == 0, -1, first % tl.maximum(node, 1))
+    token = second % (vocab_size // num_columns) * num_columns + node
+    in_use = node < num_columns
+    tl.store(parents_ptr + b * num_columns + node, parent, mask=in_use)
+    tl.store(tokens_ptr + b * num_columns + node, token, mask=in_use & (node > 0))
+    tl.store(num_nodes_ptr + b, num_columns)
