@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, device, dtype
 
-from specla.ops.contract import RecurrentShape, RoundPlan
+from specla.ops.contract import DevicePlan, RecurrentShape, RoundPlan
 from specla.state import State
 
 
@@ -44,8 +44,13 @@ class TargetModel(Protocol):
         """
         ...
 
-    def verify(self, plan: RoundPlan, state: State) -> Tensor:
-        """Logits [M, vocab] float32 of every node of every tree in `plan`."""
+    def reserve(self, max_rows: int) -> None:
+        """Make room for rounds of up to `max_rows` flat nodes, before the first one."""
+        ...
+
+    def verify(self, plan: RoundPlan | DevicePlan, state: State) -> Tensor:
+        """Logits [M, vocab] float32 of every node of every tree in `plan`. On a GPU a view that
+        the next verify writes again, undefined at padding."""
         ...
 
     def check_rows(self, max_rows: int) -> None:

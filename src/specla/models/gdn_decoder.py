@@ -13,21 +13,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specla.errors import ExactnessUnavailable
 from specla.ops import conv, gdn
-from specla.ops.contract import LayerState, RecurrentShape, RoundPlan
+from specla.ops.contract import DevicePlan, LayerState, RecurrentShape, RoundPlan
 from specla.ops.gdn import reference
 from specla.ops.linear import Linear
 from specla.ops.norm import gated_rms_norm, rms_norm, swiglu
 from specla.state import State
 from specla.topology.tree import DraftTree
 
+if TYPE_CHECKING:
+    from specla.models.gdn_fused import FusedDecoder
+
 Convolve = Callable[[Tensor, Tensor], Tensor]
 Recur = Callable[[gdn.Inputs], Tensor]
+MAX_DEVICE_NODES = 64  # of one tree in the GPU kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +127,24 @@ class Decoder:
             Block(w, shape, eps=eps, gated=gated, beta_scale=beta_scale) for w in weights.blocks
         ]
         self.head = Linear(weights.head)
+        self._fused: FusedDecoder | None = None
+        if weights.embeddings.is_cuda:
+            # Triton is imported where there is a GPU only.
+            from specla.models.gdn_fused import FusedDecoder
+
+            self._fused = FusedDecoder(
+                weights,
+                shape,
+                eps=eps,
+                gated=gated,
+                beta_scale=beta_scale,
+                pdl=torch.cuda.get_device_capability(weights.embeddings.device) >= (9, 0),
+            )
+
+    def reserve(self, max_rows: int) -> None:
+        """Room for rounds of `max_rows` flat nodes (see the model contract)."""
+        if self._fused is not None:
+            self._fused.reserve(max_rows)
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], slot: int, state: State) -> None:
@@ -134,8 +157,11 @@ class Decoder:
         state.advance(slot, len(tokens))
 
     @torch.inference_mode()
-    def verify(self, plan: RoundPlan, state: State) -> Tensor:
+    def verify(self, plan: RoundPlan | DevicePlan, state: State) -> Tensor:
         """Logits [M, vocab] in compute dtype of every node of every tree."""
+        if isinstance(plan, DevicePlan):
+            assert self._fused is not None
+            return self._fused(plan.round, state)
         x = self._weights.embeddings[plan.tokens]
         for block, layer in zip(self.blocks, state.layers, strict=True):
             x = block(
@@ -148,15 +174,19 @@ class Decoder:
 
     def check_rows(self, max_rows: int) -> None:
         """Make every product row-invariant, then try the whole forward (see the contract)."""
-        for i, block in enumerate(self.blocks):
-            for name, linear in block.linears.items():
-                linear.check(f"layers.{i}.{name}")
-        self.head.check("head")
+        if self._fused is None:
+            for i, block in enumerate(self.blocks):
+                for name, linear in block.linears.items():
+                    linear.check(f"layers.{i}.{name}")
+            self.head.check("head")
         self._check_forward(max_rows)
 
     def _check_forward(self, max_rows: int) -> None:
         """One node alone and as a leaf of a star must have the same logits, bit for bit."""
         leaves = min(max_rows, self._weights.head.shape[0] - 1)
+        if self._fused is not None:
+            leaves = min(leaves, MAX_DEVICE_NODES - 1)
+            self.reserve(2 * MAX_DEVICE_NODES)
         state = State(
             self._shape,
             num_slots=2,
@@ -166,13 +196,14 @@ class Decoder:
         )
         star = DraftTree(tuple(range(leaves + 1)), (-1,) + (0,) * leaves)
         slots = [state.acquire(), state.acquire()]
-        many = self.verify(state.begin(slots, [star, star]), state)
+        plan = state.begin(slots, [star, star])
+        many = self.verify(plan, state).clone()
         for leaf in {1, leaves // 2 + 1, leaves}:
             slot = slots[0]
             state.reset(slot)
             chain = DraftTree((0, leaf), (-1, 0))
             alone = self.verify(state.begin([slot], [chain]), state)
-            for at in (leaf, leaves + 1 + leaf):
+            for at in (leaf, plan.offsets[1] + leaf):
                 if not torch.equal(alone[1], many[at]):
                     raise ExactnessUnavailable(
                         "exact mode needs a forward whose bits do not depend on row count; the "

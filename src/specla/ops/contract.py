@@ -163,3 +163,13 @@ class DeviceRound(NamedTuple):
     path_len: Tensor
     path: Tensor
     walk: Tensor
+
+
+class DevicePlan(NamedTuple):
+    """What `RoundPlan` is to the CPU: one round for the GPU kernels.
+
+    round: the integers; offsets [B]: node i of row b is flat row offsets[b] + i (host side).
+    """
+
+    round: DeviceRound
+    offsets: tuple[int, ...]

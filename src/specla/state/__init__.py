@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from specla.errors import CapacityExceeded, ConfigError
-from specla.ops.contract import Factors, LayerState, RecurrentShape, RoundPlan
+from specla.ops.contract import DevicePlan, Factors, LayerState, RecurrentShape, RoundPlan
 from specla.ops.gdn.reference import fold
 from specla.ops.norm import compute_dtype
 from specla.state.log import Log
 from specla.state.plan import compile_round
+from specla.state.rounds import DeviceRounds, folded
 from specla.state.slots import SlotPool
 from specla.topology.tree import DraftTree
 
@@ -70,6 +71,7 @@ class State:
         self.pool = SlotPool(num_slots)
         self.device = torch.device(device)
         self._dtype = dtype
+        self.rounds = DeviceRounds(max_nodes, self.device)
         self.layers = [self._new_layer() for _ in range(shape.num_layers)]
         self.logs = [self._new_log() for _ in range(num_slots + 1)]
 
@@ -98,8 +100,9 @@ class State:
         self.logs[copy] = Log(**{name: getattr(self.logs[slot], name) for name in Log.__slots__})
         return copy
 
-    def begin(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> RoundPlan:
-        """Fix one round over these slots. Nothing moves until `commit`.
+    def begin(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> RoundPlan | DevicePlan:
+        """Fix one round over these slots. Nothing moves until `commit`. On a GPU the plan is
+        device tensors, padded to a bucket.
 
         Raises:
             CapacityExceeded: a tree has more than `max_nodes` nodes.
@@ -113,9 +116,12 @@ class State:
                     f"a tree may have {self.max_nodes} nodes (max_nodes), slot {slot}'s has "
                     f"{tree.num_nodes}; draft less or raise max_nodes"
                 )
+        logs = [self.logs[slot] for slot in slots]
+        if self.device.type == "cuda":
+            return self.rounds.plan(slots, logs, trees)
         return compile_round(
             slots,
-            [self.logs[slot] for slot in slots],
+            logs,
             trees,
             conv_width=self.shape.conv_width,
             device=self.device,
@@ -153,13 +159,16 @@ class State:
         log = self.logs[slot]
         entries = torch.tensor(log.entries(), dtype=torch.int64, device=self.device)
         nodes = torch.tensor(log.path, dtype=torch.int64, device=self.device)
-        folded = []
+        states = []
         for layer in self.layers:
-            factors = Factors(*(store[slot, entries] for store in layer.factors))
             inputs = torch.cat([layer.tail[slot, log.bank], layer.inputs[slot, log.bank, nodes]])
             tail = inputs[inputs.shape[0] - self.shape.conv_width + 1 :]
-            folded.append((fold(layer.S[slot].clone(), factors), tail.clone()))
-        return folded
+            if self.device.type == "cuda":
+                S = folded(layer, slot, log, self.shape)
+            else:
+                S = fold(layer.S[slot], Factors(*(x[slot, entries] for x in layer.factors)))
+            states.append((S, tail.clone()))
+        return states
 
     def check_integrity(self) -> None:
         """Assert I1 and the cursors' ranges on every slot; free slots must be empty (I6)."""

@@ -11,9 +11,9 @@ in walk and replay alike. tests/ops/test_gdn_triton.py compares every pair of ti
 GPU. Replaying recorded factors gives the bits that walking gave, so a branch needs no stored
 state (docs/adr/0012).
 
-Overlap. With programmatic dependent launch a kernel lets its successor start only after it has
-itself waited; so code before a kernel's wait may read what the last kernel but one, and all
-before it, wrote: here S, the log and the walk lists, not q, k, v.
+Overlap. With programmatic dependent launch a kernel may start before its predecessors are done,
+until it waits. A round starts with a kernel without it (`ops.walk.compile_walks`), so what earlier
+rounds wrote may be read before the wait: S, the log, conv inputs and tail, the row's integers.
 
 Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3; SpecLA (arXiv
 2607.16673), section 4; DeltaLog (arXiv 2608.15533) for the log.
@@ -81,9 +81,11 @@ class Tile(NamedTuple):
 
 
 def tile_for(shape: RecurrentShape, num_rows: int) -> Tile:
-    """Small tiles while they all run at once anyway, then tiles that reuse q and k more."""
-    tiles = num_rows * shape.num_value_heads * shape.value_dim
-    return Tile(4, 1) if tiles <= 4 * 1056 else Tile(8, 1)
+    """Small tiles while they all run at once anyway, then as large as registers hold, which
+    reuses q and k most."""
+    large = 2048 // shape.key_dim
+    few = num_rows * shape.num_value_heads * shape.value_dim <= 1056 * large // 2
+    return Tile(max(4, large // 2 if few else large), 1)
 
 
 def prepare(
@@ -100,7 +102,7 @@ def prepare(
     beta_scale: float = 1.0,
     pdl: bool = False,
 ) -> None:
-    """Convolution along tree paths, SiLU, norms, gates; one program per node and key head.
+    """Convolution along tree paths, SiLU, norms, gates; one program per node and head.
 
     y [M, C_in]: raw projections, columns q | k | v | ... | a | b (the last 2 G are a and b);
     conv_weight [C, W]; A, dt_bias [G] float32. Writes k, g, the raw conv inputs and the new tail
@@ -108,7 +110,8 @@ def prepare(
     """
     num_rows, num_nodes = rnd.parents.shape
     s = shape
-    _prepare_kernel[(num_rows * num_nodes, s.num_key_heads)](
+    heads = 2 * s.num_key_heads + s.num_value_heads
+    _prepare_kernel[(num_rows * num_nodes, heads)](
         y,
         conv_weight,
         A,
@@ -139,8 +142,9 @@ def prepare(
         K=s.key_dim,
         V=s.value_dim,
         W=s.conv_width,
+        BLOCK=max(s.key_dim, s.value_dim),
         PDL=pdl,
-        num_warps=4,
+        num_warps=1,
         **_launch(pdl),
     )
 
@@ -164,9 +168,11 @@ def walk(
 
     Args:
         tile: rows of V per program and warps; None chooses by the round's size.
-        branching: False where every tree is a chain: no checkpoint is kept.
+        branching: False where every tree is a chain: no checkpoint is kept. Up to two nodes
+            always are one.
     """
     num_rows, num_nodes = rnd.parents.shape
+    branching = branching and num_nodes > 2
     s = shape
     rows, warps = tile or tile_for(s, num_rows)
     tiles = s.value_dim // rows
@@ -227,57 +233,23 @@ def _softplus(x):
 
 
 @triton.jit
-def _history(
-    row_ptr, inputs_ptr, tail_ptr, path_ptr, entry, at, channel, used,
-    C: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Raw inputs at one place: the node's own row (at >= 0), or above the root the committed
-    path's entry, or for entry < 0 the tail."""
-    source = tl.where(used, tl.where(at >= 0, 0, tl.where(entry >= 0, 1, 2)), 3)
-    place = tl.load(path_ptr + entry, mask=(at < 0) & (entry >= 0), other=0)
-    x = tl.load(row_ptr + channel, mask=source == 0, other=0)
-    x += tl.load(inputs_ptr + place * C + channel, mask=source == 1, other=0)
-    x += tl.load(tail_ptr + (W - 1 + entry) * C + channel, mask=source == 2, other=0)
-    return x
+def _above(inputs_ptr, tail_ptr, path_ptr, entry, wanted, channel, used, C, W: tl.constexpr):
+    """Raw inputs above the root: the committed path's `entry`, or for entry < 0 the tail's."""
+    source = tl.where(used & (channel >= 0), tl.where(entry >= 0, 1, 2), 0)
+    source = source * tl.where(wanted, 1, 0)
+    place = tl.load(path_ptr + entry, mask=wanted & (entry >= 0), other=0)
+    x = tl.load(inputs_ptr + place * C + channel, mask=source == 1, other=0)
+    return x + tl.load(tail_ptr + (W - 1 + entry) * C + channel, mask=source == 2, other=0)
 
 
 @triton.jit
-def _conv(
-    y_ptr, weight_ptr, inputs_ptr, tail_ptr, path_ptr, parents_ptr,
-    node, first_row, path_len, num_path, y_stride, channel, write, used,
-    C: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """silu(conv) of one node over `channel` (a block of channel numbers, `used` masks it).
-
-    inputs_ptr, tail_ptr: the slot's read bank; `write` is the distance from there to the write
-    bank of (inputs, tail). Oldest tap first; taps above the root come from the committed path,
-    then the tail.
-    """
-    dtype = y_ptr.dtype.element_ty
-    acc = tl.zeros(channel.shape, tl.float32)
-    for back in tl.static_range(W - 1, -1, -1):
-        at = node
-        above = 0
-        for _ in tl.static_range(back):
-            above = tl.where(at < 0, above + 1, above)
-            at = tl.load(parents_ptr + at, mask=at >= 0, other=-1)
-        above = tl.where(at < 0, above + 1, 0)
-        x = _history(
-            y_ptr + (first_row + at) * y_stride, inputs_ptr, tail_ptr, path_ptr, path_len - above,
-            at, channel, used, C, W,
-        )  # fmt: skip
-        w = tl.load(weight_ptr + channel * W + (W - 1 - back), mask=used, other=0)
-        acc = tl.fma(x.to(tl.float32), w.to(tl.float32), acc)
-        if back == 0:
-            tl.store(inputs_ptr + write * num_path * C + node * C + channel, x, mask=used)
-    if node == 0:
-        for j in tl.static_range(W - 1):
-            kept = _history(
-                y_ptr, inputs_ptr, tail_ptr, path_ptr, path_len - (W - 1 - j), -1, channel, used,
-                C, W,
-            )  # fmt: skip
-            tl.store(tail_ptr + write * (W - 1) * C + j * C + channel, kept, mask=used)
-    return _silu(acc).to(dtype).to(tl.float32)
+def _climb(parents_ptr, node, steps: tl.constexpr):
+    """(the node `steps` above, or -1; how far above the root that is, at least 1)."""
+    beyond = 0
+    for _ in tl.static_range(steps):
+        beyond = tl.where(node < 0, beyond + 1, beyond)
+        node = tl.load(parents_ptr + node, mask=node >= 0, other=-1)
+    return node, beyond + 1
 
 
 @triton.jit(
@@ -285,74 +257,108 @@ def _conv(
         "num_columns", "num_path", "num_entries", "log_capacity", "y_stride", "gates_at",
     ]
 )  # fmt: skip
-def _prepare_kernel(
+def _prepare_kernel(  # noqa: C901
     y_ptr, weight_ptr, A_ptr, dt_bias_ptr, tail_ptr, inputs_ptr, k_ptr, g_ptr,
     q_out, v_out, beta_out,
     slot_ptr, num_nodes_ptr, parents_ptr, bank_ptr, path_len_ptr, path_ptr,
     num_columns, num_path, num_entries, log_capacity, y_stride, gates_at, scale, beta_scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * H * K + G * V
-    SHARE: tl.constexpr = G // H
-    m, h = tl.program_id(0), tl.program_id(1)
+    m, part = tl.program_id(0), tl.program_id(1)
     b, node = m // num_columns, m % num_columns
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    if node >= tl.load(num_nodes_ptr + b):
-        return
+    num_nodes = tl.load(num_nodes_ptr + b)
     slot = tl.load(slot_ptr + b).to(tl.int64)
     bank = tl.load(bank_ptr + b)
     path_len = tl.load(path_len_ptr + b)
+    if PDL:
+        gdc_launch_dependents()
+    if node >= num_nodes:
+        if PDL:
+            gdc_wait()
+        return
     parents_ptr += b * num_columns
     path_ptr += b * num_path
     inputs_ptr += (slot * 2 + bank) * num_path * C
     tail_ptr += (slot * 2 + bank) * (W - 1) * C
-    write = 1 - 2 * bank
+    write = 1 - 2 * bank  # from the read bank to the other
     entry = slot * num_entries + log_capacity + (1 - bank) * num_path + node
-    first_row = b * num_columns
 
-    column = tl.arange(0, K)
-    used = column < K
-    q = _conv(
-        y_ptr, weight_ptr, inputs_ptr, tail_ptr, path_ptr, parents_ptr, node, first_row,
-        path_len, num_path, y_stride, h * K + column, write, used, C, W,
-    )  # fmt: skip
-    k = _conv(
-        y_ptr, weight_ptr, inputs_ptr, tail_ptr, path_ptr, parents_ptr, node, first_row,
-        path_len, num_path, y_stride, (H + h) * K + column, write, used, C, W,
-    )  # fmt: skip
-    q = q / tl.sqrt(tl.sum(q * q, axis=0) + 1e-6) * scale
-    k = k / tl.sqrt(tl.sum(k * k, axis=0) + 1e-6)
-    tl.store(q_out + (m * H + h) * K + column, q)
-    tl.store(k_ptr + (entry * H + h) * K + column, k)
+    # Programs 0 .. H-1 are q's heads, the next H are k's, then v's.
+    is_value = part >= 2 * H
+    head = tl.where(is_value, part - 2 * H, part % H)
+    width = tl.where(is_value, V, K)
+    column = tl.arange(0, BLOCK)
+    used = column < width
+    channel = tl.where(is_value, 2 * H * K + head * V, part * K) + column
+    acc = tl.zeros([BLOCK], tl.float32)
+    # Oldest tap first, and what is above the root is older than what is below.
+    for back in tl.static_range(W - 1, 0, -1):
+        at, beyond = _climb(parents_ptr, node, back)
+        x = _above(inputs_ptr, tail_ptr, path_ptr, path_len - beyond, at < 0, channel, used, C, W)
+        w = tl.load(weight_ptr + channel * W + (W - 1 - back), mask=used, other=0)
+        acc = tl.fma(x.to(tl.float32), w.to(tl.float32), acc)
+        if node == 0:
+            tl.store(tail_ptr + (write * (W - 1) + W - 1 - back) * C + channel, x, mask=used)
+    if PDL:
+        gdc_wait()
+    for back in tl.static_range(W - 1, -1, -1):
+        at, _ = _climb(parents_ptr, node, back)
+        row = y_ptr + (b * num_columns + at) * y_stride
+        x = tl.load(row + channel, mask=tl.where(used, at, -1) >= 0, other=0)
+        w = tl.load(weight_ptr + channel * W + (W - 1 - back), mask=used, other=0)
+        acc = tl.fma(x.to(tl.float32), w.to(tl.float32), acc)
+        if back == 0:
+            tl.store(inputs_ptr + (write * num_path + node) * C + channel, x, mask=used)
+    y = _silu(acc).to(y_ptr.dtype.element_ty).to(tl.float32)
+    if is_value:
+        tl.store(v_out + (m * G + head) * V + column, y.to(v_out.dtype.element_ty), mask=used)
+        gates = y_ptr + m * y_stride + gates_at + head
+        a = tl.load(gates).to(tl.float32) + tl.load(dt_bias_ptr + head)
+        tl.store(g_ptr + entry * G + head, tl.load(A_ptr + head) * _softplus(a))
+        beta = beta_scale / (1 + tl.exp(-tl.load(gates + G).to(tl.float32)))
+        tl.store(beta_out + m * G + head, beta)
+    else:
+        y = y / tl.sqrt(tl.sum(y * y, axis=0) + 1e-6)
+        if part < H:
+            tl.store(q_out + (m * H + head) * K + column, y * scale, mask=used)
+        else:
+            tl.store(k_ptr + (entry * H + head) * K + column, y, mask=used)
 
-    row = tl.arange(0, V)
-    for i in tl.static_range(SHARE):
-        head = h * SHARE + i
-        v = _conv(
-            y_ptr, weight_ptr, inputs_ptr, tail_ptr, path_ptr, parents_ptr, node, first_row,
-            path_len, num_path, y_stride, 2 * H * K + head * V + row, write, row < V, C, W,
-        )  # fmt: skip
-        tl.store(v_out + (m * G + head) * V + row, v.to(v_out.dtype.element_ty))
-        a = tl.load(y_ptr + m * y_stride + gates_at + head).to(tl.float32)
-        logit = tl.load(y_ptr + m * y_stride + gates_at + G + head).to(tl.float32)
-        g = tl.load(A_ptr + head) * _softplus(a + tl.load(dt_bias_ptr + head))
-        tl.store(g_ptr + entry * G + head, g)
-        tl.store(beta_out + m * G + head, beta_scale / (1 + tl.exp(-logit)))
+
+@triton.jit
+def _log_entry(j, ring_len, log_len, path_ptr, first_in_bank):
+    """Where the j-th record of the log is (past its end: some record); path_ptr is moved back by
+    ring_len."""
+    place = tl.load(path_ptr + j, mask=(j >= ring_len) & (j < log_len), other=0)
+    return tl.where(j < ring_len, j, first_in_bank + place)
+
+
+@triton.jit
+def _factors(k_at, u_at, g_at, entry, k_step, u_step, g_step):
+    k = tl.load(k_at + entry * k_step)
+    u = tl.load(u_at + entry * u_step)
+    return k, u, tl.load(g_at + entry * g_step)
+
+
+@triton.jit
+def _operands(k_at, v_at, g_at, beta_at, node, k_step, v_step, g_step):
+    k = tl.load(k_at + node * k_step)
+    v = tl.load(v_at + node * v_step)
+    return k, v, tl.load(g_at + node * g_step), tl.load(beta_at + node * g_step)
 
 
 @triton.jit
 def _dot(S, x):
-    """S x over K: [K / 32, R, 4, 32] and [K / 32, 1, 4, 32] -> [R, 4]. In registers first."""
-    return tl.sum(tl.sum(S * x, axis=0), axis=2)
+    """S x over K: [4, R, K / 32, 32] and [4, 1, K / 32, 32] -> [4, R]. In registers first."""
+    return tl.sum(tl.sum(S * x, axis=2), axis=2)
 
 
 @triton.jit
 def _update(S, u, k):
-    """S + u k^T, rounded once; u [R, 4]."""
-    u = tl.broadcast_to(u[None, :, :, None], S.shape)
+    """S + u k^T, rounded once; u [4, R]."""
+    u = tl.broadcast_to(u[:, :, None, None], S.shape)
     return tl.fma(u, tl.broadcast_to(k, S.shape), S)
 
 
@@ -361,7 +367,7 @@ def _update(S, u, k):
         "num_columns", "num_path", "num_entries", "log_capacity", "walk_stride", "threshold",
     ]
 )  # fmt: skip
-def _walk_kernel(
+def _walk_kernel(  # noqa: C901 - one kernel, one pass
     S_ptr, k_ptr, u_ptr, g_ptr, q_ptr, v_ptr, beta_ptr, o_ptr,
     slot_ptr, num_nodes_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr, walk_ptr,
     num_columns, num_path, num_entries, log_capacity, walk_stride, threshold,
@@ -374,25 +380,27 @@ def _walk_kernel(
     b = tl.program_id(1)
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     key_head = head // (G // H)
-    if tl.load(num_nodes_ptr + b) == 0:
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        return
+    num_nodes = tl.load(num_nodes_ptr + b)
     slot = tl.load(slot_ptr + b).to(tl.int64)
     bank = tl.load(bank_ptr + b)
     ring_len = tl.load(ring_len_ptr + b)
     log_len = ring_len + tl.load(path_len_ptr + b)
+    if PDL:
+        gdc_launch_dependents()
+    if num_nodes == 0:
+        if PDL:
+            gdc_wait()
+        return
     fold = log_len > threshold
     path_ptr += b * num_path - ring_len
-    # One layout for everything over K: 32 elements of a row by 8 lanes, 4 rows by 4 lane groups,
-    # the rest in registers.
-    deep = tl.arange(0, DEEP)[:, None, None, None]
+    # One layout for everything over K: the compiler spreads a warp over the last axis (8 lanes by
+    # 4 elements), then the first (4 lanes); the others stay in registers.
+    lane_row = tl.arange(0, _ROWS)[:, None, None, None]
     high = tl.arange(0, HIGH)[None, :, None, None]
-    lane_row = tl.arange(0, _ROWS)[None, None, :, None]
+    deep = tl.arange(0, DEEP)[None, None, :, None]
     wide = tl.arange(0, _WIDE)[None, None, None, :]
     along_k = deep * _WIDE + wide + lane_row * 0
-    row = tl.arange(0, HIGH)[:, None] * _ROWS + tl.arange(0, _ROWS)[None, :]
+    row = tl.arange(0, _ROWS)[:, None] + tl.arange(0, HIGH)[None, :] * _ROWS
     S_at = S_ptr + ((slot * G + head) * V + tile * TILE) * K
     S_at = S_at + (high * _ROWS + lane_row) * K + deep * _WIDE + wide
     k_at = k_ptr + (slot * num_entries * H + key_head) * K + along_k
@@ -403,12 +411,11 @@ def _walk_kernel(
     # The log: ring entries, then the last path's. What is not folded moves to the ring.
     first_in_bank = log_capacity + bank * num_path
     owns_k = (tile == 0) & (head % (G // H) == 0)
+    entry = _log_entry(0, ring_len, log_len, path_ptr, first_in_bank)
+    k, u, g = _factors(k_at, u_at, g_at, entry, H * K, G * V, G)
     for j in range(log_len):
-        place = tl.load(path_ptr + j, mask=j >= ring_len, other=0)
-        entry = tl.where(j < ring_len, j, first_in_bank + place)
-        k = tl.load(k_at + entry * (H * K))
-        u = tl.load(u_at + entry * (G * V))
-        g = tl.load(g_at + entry * G)
+        entry = _log_entry(j + 1, ring_len, log_len, path_ptr, first_in_bank)
+        next_k, next_u, next_g = _factors(k_at, u_at, g_at, entry, H * K, G * V, G)
         S = _update(S * tl.exp(g), u, k)
         if (j >= ring_len) & (fold == 0):
             tl.store(u_at + j * (G * V), u)
@@ -416,11 +423,14 @@ def _walk_kernel(
                 tl.store(g_at + j * G, g)
             if owns_k:
                 tl.store(k_at + j * (H * K), k)
+        k, u, g = next_k, next_u, next_g
     if fold:
         tl.store(S_at, S)
+    walk_ptr += b * walk_stride
+    num_ops = tl.load(walk_ptr)
+    word = tl.load(walk_ptr + 1)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
 
     candidates = log_capacity + (1 - bank) * num_path
     k_at += candidates * (H * K)
@@ -431,33 +441,30 @@ def _walk_kernel(
     v_at = v_ptr + (m * G + head) * V + tile * TILE + row
     o_at = o_ptr + (m * G + head) * V + tile * TILE + row
     beta_at = beta_ptr + m * G + head
-    walk_ptr += b * walk_stride
-    num_ops = tl.load(walk_ptr)
-    word = tl.load(walk_ptr + 1)
     node = word & _NODE
-    k = tl.load(k_at + node * (H * K))
-    q = tl.load(q_at + node * (H * K))
+    k, v, g, beta = _operands(k_at, v_at, g_at, beta_at, node, H * K, G * V, G)
     C = S
     for i in range(num_ops):
-        # The next operation's operands travel while this one computes.
+        # The next operation's operands travel while this one computes; q until it is needed.
         following = tl.load(walk_ptr + 2 + i, mask=i + 1 < num_ops, other=0)
         next_node = following & _NODE
-        next_k = tl.load(k_at + next_node * (H * K))
-        next_q = tl.load(q_at + next_node * (H * K))
-        if BRANCHING:
-            if (word & _RESTORE) != 0:
-                S = C
-        S = S * tl.exp(tl.load(g_at + node * G))
+        next_k, next_v, next_g, next_beta = _operands(
+            k_at, v_at, g_at, beta_at, next_node, H * K, G * V, G
+        )
+        q = tl.load(q_at + node * (H * K))
+        if BRANCHING and (word & _RESTORE) != 0:
+            tl.debug_barrier()  # keeps the branch: without it every step pays for a select
+            S = C
+        S = S * tl.exp(g)
         if (word & _WALK) != 0:
-            v = tl.load(v_at + node * (G * V)).to(tl.float32)
-            u = tl.load(beta_at + node * G) * (v - _dot(S, k))
+            u = beta * (v.to(tl.float32) - _dot(S, k))
             tl.store(u_at + node * (G * V), u)
             S = _update(S, u, k)
             tl.store(o_at + node * (G * V), _dot(S, q))
         else:
             tl.debug_barrier()  # u was stored by other lanes of this program
             S = _update(S, tl.load(u_at + node * (G * V)), k)
-        if BRANCHING:
-            if (word & _SAVE) != 0:
-                C = S
-        word, node, k, q = following, next_node, next_k, next_q
+        if BRANCHING and (word & _SAVE) != 0:
+            tl.debug_barrier()
+            C = S
+        word, node, k, v, g, beta = following, next_node, next_k, next_v, next_g, next_beta

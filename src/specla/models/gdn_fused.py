@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Gated DeltaNet decoder as a chain of GPU kernels: one verify, for AR and trees alike.
+
+Per layer: in_proj, prepare, walk, gated norm, o_proj, residual + norm, gate_up + SwiGLU, down,
+residual + norm. Nothing here allocates or asks the device anything once it is built, so that a
+CUDA graph can hold it. The arithmetic is the CPU decoder's (`models.gdn_decoder`), with float32
+logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specla.errors import KernelUnavailable
+from specla.models.gdn_decoder import BlockWeights, DecoderWeights
+from specla.ops import rows
+from specla.ops.contract import DeviceRound, RecurrentShape
+from specla.ops.gdn import triton as gdn
+from specla.ops.gemm import PackedLinear, pack_swiglu
+from specla.ops.walk import compile_walks
+from specla.state import State
+
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    weights: BlockWeights
+    in_proj: PackedLinear
+    o_proj: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+class _Buffers:
+    """Activations of up to `max_rows` nodes; a call uses the first M rows."""
+
+    def __init__(self, model: FusedDecoder, max_rows: int) -> None:
+        w, s, layer = model.weights, model.shape, model.layers[0]
+        vocab, width = w.head.shape
+        dtype, device = w.head.dtype, w.head.device
+
+        def empty(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self.x, self.h = empty(max_rows, width), empty(max_rows, width)
+        self.y = empty(max_rows, layer.in_proj.weight.shape[0])
+        self.mixed = empty(max_rows, s.num_value_heads * s.value_dim)
+        self.hidden = empty(max_rows, layer.down.weight.shape[1])
+        partials = max(x.workspace_elements(max_rows) for x in (layer.o_proj, layer.down))
+        self.partials = empty(partials, dtype=torch.float32)
+        self.logits = empty(max_rows, vocab, dtype=torch.float32)
+        self.workspace = gdn.Workspace.allocate(s, max_rows, dtype, device)
+
+
+class FusedDecoder:
+    """Weights packed for the kernels, and the launches of one verify.
+
+    Args:
+        weights: bfloat16 (float32 works, slowly) on one CUDA device.
+        pdl: programmatic dependent launch (compute capability 9.0 and later).
+
+    Raises:
+        KernelUnavailable: key or value head dimensions the kernels do not have.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        shape: RecurrentShape,
+        *,
+        eps: float,
+        gated: bool,
+        beta_scale: float,
+        pdl: bool,
+    ) -> None:
+        _check(shape)
+        self.weights, self.shape, self._eps = weights, shape, eps
+        self._gated, self._beta_scale, self._pdl = gated, beta_scale, pdl
+        self.layers = [self._layer(w) for w in weights.blocks]
+        self.head = PackedLinear(weights.head, "plain", pdl=pdl)
+        self.max_rows = 0
+        self.buffers: _Buffers
+
+    def reserve(self, max_rows: int) -> None:
+        """Room for rounds of up to `max_rows` nodes, padding included (rows times nodes of the
+        bucket). Graphs captured before are void if this makes new room."""
+        if max_rows > self.max_rows:
+            self.max_rows, self.buffers = max_rows, _Buffers(self, max_rows)
+
+    def _layer(self, w: BlockWeights) -> _Layer:
+        return _Layer(
+            weights=w,
+            in_proj=PackedLinear(w.in_proj, "plain", pdl=self._pdl),
+            o_proj=PackedLinear(w.o_proj, "partials", pdl=self._pdl),
+            gate_up=PackedLinear(pack_swiglu(w.gate_up), "swiglu", pdl=self._pdl),
+            down=PackedLinear(w.down, "partials", pdl=self._pdl),
+        )
+
+    def __call__(self, rnd: DeviceRound, state: State) -> Tensor:
+        """Logits [M, vocab] float32 of every node (rows of idle nodes are undefined): a view that
+        the next call writes again."""
+        num_rows = rnd.tokens.numel()
+        assert num_rows <= self.max_rows, "reserve() first"
+        buffers = self.buffers
+        x, h = buffers.x[:num_rows], buffers.h[:num_rows]
+        compile_walks(rnd)
+        w = self.weights
+        norms = [block.attn_norm for block in w.blocks[1:]] + [w.norm]
+        rows.embed_norm(
+            rnd.tokens, rnd.num_nodes, w.embeddings, w.blocks[0].attn_norm, x, h, self._eps,
+            pdl=self._pdl,
+        )  # fmt: skip
+        for i, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
+            self._mix(layer, i, rnd, state, h)
+            self._add(x, layer.o_proj, layer.weights.mlp_norm, h)
+            hidden = buffers.hidden[:num_rows]
+            layer.gate_up(h, hidden)
+            layer.down(hidden, buffers.partials)
+            self._add(x, layer.down, norm, h)
+        logits = buffers.logits[:num_rows]
+        self.head(h, logits)
+        return logits
+
+    def _mix(self, layer: _Layer, index: int, rnd: DeviceRound, state: State, h: Tensor) -> None:
+        """h [M, D] -> the token mixer's partial sums in buffers.partials."""
+        buffers, w, s, num_rows = self.buffers, layer.weights, self.shape, h.shape[0]
+        y, mixed = buffers.y[:num_rows], buffers.mixed[:num_rows]
+        workspace = gdn.Workspace(*(t[:num_rows] for t in buffers.workspace))
+        layer.in_proj(h, y)
+        gdn.prepare(
+            state.layers[index], rnd, y, w.conv, w.A, w.dt_bias, workspace, shape=s,
+            log_capacity=state.log_capacity, beta_scale=self._beta_scale, pdl=self._pdl,
+        )  # fmt: skip
+        gdn.walk(
+            state.layers[index], rnd, workspace, shape=s, log_capacity=state.log_capacity,
+            threshold=state.fold_threshold, pdl=self._pdl,
+        )  # fmt: skip
+        columns = s.conv_channels
+        gate = y[:, columns : columns + mixed.shape[1]] if self._gated else None
+        rows.gated_norm(workspace.o, gate, w.o_norm, mixed, self._eps, pdl=self._pdl)
+        layer.o_proj(mixed, buffers.partials)
+
+    def _add(self, x: Tensor, linear: PackedLinear, norm: Tensor, h: Tensor) -> None:
+        rows.add_partials_norm(
+            x, self.buffers.partials, norm, h, self._eps,
+            num_partials=linear.num_partials(x.shape[0]), max_partials=linear.max_partials,
+            pdl=self._pdl,
+        )  # fmt: skip
+
+
+def _check(shape: RecurrentShape) -> None:
+    for name, size in (("key", shape.key_dim), ("value", shape.value_dim)):
+        if size not in HEAD_DIMS:
+            raise KernelUnavailable(
+                f"{name} head dimension must be one of {HEAD_DIMS} on a GPU, got {size}; "
+                "use device cpu"
+            )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A round's integers on the device: one set of tensors per bucket of rows and nodes.
+
+Rows and nodes are padded to powers of two, so that few CUDA graphs serve every round; the
+tensors of a bucket never move. What the host writes goes over in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specla.ops.contract import DevicePlan, DeviceRound, Factors, LayerState, RecurrentShape
+from specla.state.log import Log
+from specla.topology.tree import DraftTree
+
+WALK_WORDS = {1: 2, 2: 3, 4: 7, 8: 17, 16: 49, 32: 161, 64: 577}
+"""Words of a compiled walk by node bucket: 1 + N + N^2 / 8 (see ops.walk)."""
+
+
+def bucket(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+class _Bucket:
+    """Tensors of one bucket: a staging buffer, its copy on the device, views of that."""
+
+    def __init__(self, rows: int, nodes: int, max_nodes: int, device: torch.device) -> None:
+        fields = {
+            "slot": (rows,),
+            "num_nodes": (rows,),
+            "bank": (rows,),
+            "ring_len": (rows,),
+            "path_len": (rows,),
+            "tokens": (rows, nodes),
+            "parents": (rows, nodes),
+            "path": (rows, max_nodes),
+        }
+        sizes = [int(np.prod(shape)) for shape in fields.values()]
+        self.staging = torch.zeros(sum(sizes), dtype=torch.int32)
+        if device.type == "cuda":
+            self.staging = self.staging.pin_memory()
+        self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.host = _views(self.staging, fields, sizes)
+        walk = torch.zeros(rows, WALK_WORDS[nodes], dtype=torch.int32, device=device)
+        self.round = DeviceRound(**_views(self.words, fields, sizes), walk=walk)
+
+    def fill(self, slots: Sequence[int], logs: Sequence[Log], trees: Sequence[DraftTree]) -> None:
+        """Lay one round out and send it; rows that are not there become idle."""
+        self.staging.zero_()
+        host = {name: view.numpy() for name, view in self.host.items()}
+        for b, (slot, log, tree) in enumerate(zip(slots, logs, trees, strict=True)):
+            host["slot"][b], host["num_nodes"][b] = slot, tree.num_nodes
+            host["bank"][b], host["ring_len"][b] = log.bank, log.ring_len
+            host["path_len"][b] = len(log.path)
+            host["tokens"][b, : tree.num_nodes] = tree.tokens
+            host["parents"][b, : tree.num_nodes] = tree.parents
+            host["path"][b, : len(log.path)] = log.path
+        self.words.copy_(self.staging, non_blocking=True)
+
+
+def folded(layer: LayerState, slot: int, log: Log, shape: RecurrentShape) -> Tensor:
+    """S [G, V, K] of a slot with its log replayed, by the kernel that would fold it: a copy."""
+    # Triton is imported where there is a GPU only.
+    from specla.ops.gdn import triton as gdn
+
+    S = layer.S[slot : slot + 1].clone()
+    one = LayerState(S, Factors(*(x[slot : slot + 1] for x in layer.factors)), *layer[2:])
+    capacity, num_nodes = log.capacity, max(log.num_nodes, len(log.path))
+
+    def row(*values: int, width: int = 1) -> Tensor:
+        padded = [*values, *[0] * (width - len(values))]
+        return torch.tensor([padded], dtype=torch.int32, device=S.device)
+
+    rnd = DeviceRound(
+        slot=row(0)[0],
+        num_nodes=row(1)[0],
+        tokens=row(0),
+        parents=row(-1),
+        bank=row(log.bank)[0],
+        ring_len=row(log.ring_len)[0],
+        path_len=row(len(log.path))[0],
+        path=row(*log.path, width=num_nodes),
+        walk=row(0, 0),
+    )
+    workspace = gdn.Workspace.allocate(shape, 1, layer.tail.dtype, S.device)
+    gdn.walk(one, rnd, workspace, shape=shape, log_capacity=capacity, threshold=-1)
+    return S[0]
+
+
+def _views(
+    words: Tensor, fields: dict[str, tuple[int, ...]], sizes: Sequence[int]
+) -> dict[str, Tensor]:
+    parts = words.split(list(sizes))
+    return {
+        name: part.view(shape) for (name, shape), part in zip(fields.items(), parts, strict=True)
+    }
+
+
+class DeviceRounds:
+    """The buckets of one State, made when first used."""
+
+    def __init__(self, max_nodes: int, device: torch.device) -> None:
+        self._max_nodes, self._device = max_nodes, device
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
+
+    def round(self, rows: int, nodes: int) -> DeviceRound:
+        """The tensors of a bucket (both sizes powers of two)."""
+        return self._bucket(rows, nodes).round
+
+    def plan(
+        self, slots: Sequence[int], logs: Sequence[Log], trees: Sequence[DraftTree]
+    ) -> DevicePlan:
+        """One round over rows (slots[b], logs[b], trees[b]), on its way to the device.
+
+        The caller has read the last round's results before it asks for the next: the staging
+        buffer is written again.
+        """
+        nodes = bucket(max(tree.num_nodes for tree in trees))
+        made = self._bucket(bucket(len(slots)), nodes)
+        made.fill(slots, logs, trees)
+        return DevicePlan(made.round, tuple(b * nodes for b in range(len(slots))))
+
+    def _bucket(self, rows: int, nodes: int) -> _Bucket:
+        key = (rows, nodes)
+        if key not in self._buckets:
+            self._buckets[key] = _Bucket(rows, nodes, self._max_nodes, self._device)
+        return self._buckets[key]
