@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tree-masked kernel against the float64 oracle, and bitwise where it only moves things.
+
+Tier: budget, of norms. tf32x3 keeps 21 bits of each factor and adds in float32: 2e-5 is 20 times
+what trees and logs of this size need. tf32 keeps 10: 2e-3, the size of a bf16 output's rounding;
+the interpreter cuts operands to tf32 only where the kernel itself rounds, which is at S.
+What no row may read is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from random_inputs import (
+    TREES,
+    ancestors,
+    correlated_keys,
+    oracle,
+    random_inputs,
+    random_parents,
+    random_state,
+    with_keys,
+)
+from torch import Tensor
+
+from specla.ops.contract import DeviceRound, Factors, LayerState, RecurrentShape
+from specla.ops.gdn.reference import Inputs, per_value_head
+from specla.ops.gdn.triton import Workspace
+from specla.ops.gdn.triton_wy import ClosedForm, Tile, compile_masks, tile_for, walk_wy
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+LIMIT = {"tf32": 2e-3, "tf32x3": 2e-5}
+NAN = float("nan")
+
+
+def shape(H: int = 1, G: int = 2, K: int = 32, V: int = 16) -> RecurrentShape:
+    return RecurrentShape(
+        num_layers=1, num_key_heads=H, num_value_heads=G, key_dim=K, value_dim=V, conv_width=4
+    )
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One row of a round; without parents it is idle. path: entries of the last verify's bank."""
+
+    parents: Sequence[int] = (-1,)
+    ring_len: int = 0
+    path: Sequence[int] = ()
+    bank: int = 0
+    x: Inputs | None = None
+    fastest: float = -1.5
+    truth: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def log_len(self) -> int:
+        return self.ring_len + len(self.path)
+
+
+class Case:
+    """The tensors of one layer and one round, what the kernel must make of them, and the run."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        shape: RecurrentShape,
+        *,
+        nodes: int,
+        R: int = 4,
+        threshold: int | None = None,
+        max_nodes: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.rows, self.shape, self.N, self.R, self.seed = rows, shape, nodes, R, seed
+        self.threshold = R if threshold is None else threshold
+        self.Nmax = nodes if max_nodes is None else max_nodes
+        # Slots in another order than rows.
+        self.slots = [len(rows) - b for b in range(len(rows))]
+        self.layer = self._garbage()
+        self.work = self._workspace()
+        for b, row in enumerate(rows):
+            self._fill(b, row)
+        self.want = Factors(*(f.clone() for f in self.layer.factors))
+        self.before = self.layer.S.clone()
+        for b, row in enumerate(rows):
+            if row.parents:
+                self._expect(b, row)
+
+    def entry(self, row: Row, j: int) -> int:
+        """Of the log."""
+        if j < row.ring_len:
+            return j
+        return self.R + row.bank * self.Nmax + row.path[j - row.ring_len]
+
+    def candidates(self, row: Row) -> slice:
+        start = self.R + (1 - row.bank) * self.Nmax
+        return slice(start, start + len(row.parents))
+
+    def _garbage(self) -> LayerState:
+        s, slots, entries = self.shape, len(self.rows) + 1, self.R + 2 * self.Nmax
+        G, V, K = s.num_value_heads, s.value_dim, s.key_dim
+        return LayerState(
+            S=torch.stack([random_state(self.seed + i, s, torch.float32) for i in range(slots)]),
+            factors=Factors(
+                torch.full((slots, entries, s.num_key_heads, K), NAN),
+                torch.full((slots, entries, G, V), NAN),
+                torch.full((slots, entries, G), NAN),
+            ),
+            tail=torch.empty(0),
+            inputs=torch.empty(0),
+        )
+
+    def _workspace(self) -> Workspace:
+        space = Workspace.allocate(self.shape, len(self.rows) * self.N, torch.float32, "cpu")
+        for tensor in space:
+            tensor.fill_(NAN)
+        return space
+
+    def _fill(self, b: int, row: Row) -> None:
+        slot, n = self.slots[b], len(row.parents)
+        log = random_inputs(
+            100 * self.seed + b, max(row.log_len, 1), self.shape, dtype=torch.float32
+        )
+        for j in range(row.log_len):
+            at = (slot, self.entry(row, j))
+            for store, value in zip(self.layer.factors, (log.k, log.v, log.g), strict=True):
+                store[at] = value[j]
+        if not n:
+            return
+        if row.x is None:
+            row.x = random_inputs(
+                7 + 100 * self.seed + b, n, self.shape,
+                dtype=torch.float32, max_beta=1.0, fastest=row.fastest,
+            )  # fmt: skip
+        k, _, g = self.layer.factors
+        k[slot, self.candidates(row)], g[slot, self.candidates(row)] = row.x.k, row.x.g
+        flat = slice(b * self.N, b * self.N + n)
+        self.work.q[flat], self.work.v[flat] = row.x.q, row.x.v
+        self.work.beta[flat] = row.x.beta
+
+    def _expect(self, b: int, row: Row) -> None:
+        """Truth in float64; moves in `want`."""
+        slot, G = self.slots[b], self.shape.num_value_heads
+        S = self.before[slot].double()
+        for j in range(row.log_len):
+            k, u, g = (f[slot, self.entry(row, j)].double() for f in self.layer.factors)
+            S = S * g.exp()[:, None, None] + u[:, :, None] * per_value_head(k, G)[:, None, :]
+            if row.log_len <= self.threshold:
+                for f in self.want:
+                    f[slot, j] = f[slot, self.entry(row, j)]
+        assert row.x is not None
+        truth = oracle(S, row.x, row.parents)
+        row.truth = {"S": S, "o": truth.o, "u": truth.u}
+
+    def round(self) -> DeviceRound:
+        def ints(values: object) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32)
+
+        def wide(values: Sequence[int], width: int) -> list[int]:
+            # What is past the end must not be looked at.
+            return [*values, *[-(2**30)] * (width - len(values))]
+
+        rows = self.rows
+        return DeviceRound(
+            slot=ints(self.slots),
+            num_nodes=ints([len(r.parents) for r in rows]),
+            tokens=ints([[0] * self.N for _ in rows]),
+            parents=ints([wide(r.parents, self.N) for r in rows]),
+            bank=ints([r.bank for r in rows]),
+            ring_len=ints([r.ring_len for r in rows]),
+            path_len=ints([len(r.path) for r in rows]),
+            path=ints([wide(r.path, self.Nmax) for r in rows]),
+            walk=ints([[0] for _ in rows]),
+        )
+
+    def run(self, precision: str = "tf32x3", tile: Tile | None = None) -> Case:
+        def move(x: Tensor) -> Tensor:
+            return x.to(DEVICE)
+
+        factors = Factors(*map(move, self.layer.factors))
+        layer = self.layer._replace(S=move(self.layer.S), factors=factors)
+        work, rnd = Workspace(*map(move, self.work)), DeviceRound(*map(move, self.round()))
+        form = ClosedForm.allocate(self.shape, len(self.rows), self.Nmax, self.R, DEVICE)
+        compile_masks(rnd, form, log_capacity=self.R)
+        walk_wy(
+            layer, rnd, work, form,
+            shape=self.shape, log_capacity=self.R, threshold=self.threshold,
+            precision=precision, tile=tile,
+        )  # fmt: skip
+        self.o = work.o.cpu().unflatten(0, (len(self.rows), self.N))
+        self.S, self.factors = layer.S.cpu(), Factors(*(f.cpu() for f in factors))
+        return self
+
+    def check(self, limit: float = LIMIT["tf32x3"]) -> None:
+        for b, row in enumerate(self.rows):
+            slot, n = self.slots[b], len(row.parents)
+            assert self.o[b, n:].isnan().all()
+            if n:
+                self._check_row(b, row, limit)
+            else:
+                assert same(self.S[slot], self.before[slot])
+        # Whatever was not this round's to write has its bits; k and g are never computed.
+        for name in Factors._fields:
+            assert same(getattr(self.factors, name), getattr(self.want, name)), name
+        assert same(self.S[0], self.before[0])
+
+    def _check_row(self, b: int, row: Row, limit: float) -> None:
+        slot = self.slots[b]
+        written = self.factors.u[slot, self.candidates(row)]
+        assert error(self.o[b, : len(row.parents)], row.truth["o"]) < limit
+        assert error(written, row.truth["u"]) < limit
+        if row.log_len > self.threshold:
+            assert error(self.S[slot], row.truth["S"]) < LIMIT["tf32x3"]
+        else:
+            assert same(self.S[slot], self.before[slot])
+        self.want.u[slot, self.candidates(row)] = written
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def error(got: Tensor, truth: Tensor) -> float:
+    """Relative, of the norm; NaN if anything is."""
+    return ((got.double() - truth).norm() / truth.norm()).item()
+
+
+def rows(*given: Row) -> list[Row]:
+    """Copies: a case fills its rows in."""
+    return [replace(row, truth={}) for row in given]
+
+
+def chain(count: int) -> tuple[int, ...]:
+    return tuple(range(-1, count - 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 33, 64])
+def test_ancestors(size: int) -> None:
+    trees = [random_parents(i, size, reach) for i, reach in enumerate((1, 3, size))]
+    case = Case([Row(parents=t) for t in trees] + [Row(parents=())], shape(), nodes=size)
+    form = ClosedForm.allocate(case.shape, 4, size, case.R, DEVICE)
+    out = form.ancestors.fill_(77)
+    compile_masks(DeviceRound(*(t.to(DEVICE) for t in case.round())), form, log_capacity=case.R)
+    for tree, bits in zip(trees, out.cpu().unflatten(0, (4, size)), strict=False):
+        mask = (bits[:, None] >> torch.arange(size)) & 1
+        assert torch.equal(mask.bool(), ancestors(tree))
+    assert (out[3 * size :] == 77).all()
+
+
+SHAPES = {"G2H": shape(), "G4H2": shape(2, 4, 16, 32), "K64": shape(1, 1, 64, 16)}
+MIXED = (
+    Row(parents=TREES["binary"]),
+    Row(parents=TREES["out of order"], ring_len=2, path=(0, 3), bank=1),
+    Row(parents=()),
+    Row(parents=(-1,), ring_len=4, path=(0,)),
+    Row(parents=TREES["star"], path=(0, 1, 5), bank=1),
+    Row(parents=(), ring_len=4, path=(0, 2)),
+)
+
+
+@pytest.mark.parametrize(
+    ("s", "precision"), [("G2H", "tf32x3"), ("G4H2", "tf32x3"), ("K64", "tf32x3"), ("G2H", "tf32")]
+)
+def test_rows_of_all_kinds(s: str, precision: str) -> None:
+    Case(rows(*MIXED), SHAPES[s], nodes=16).run(precision).check(LIMIT[precision])
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 17, 33, 64])
+def test_random_trees(size: int) -> None:
+    trees = [random_parents(size, size, 3), random_parents(size + 1, size)]
+    Case([Row(parents=t, path=(0,)) for t in trees], shape(), nodes=size, R=0).run().check()
+
+
+@pytest.mark.parametrize("threshold", [0, 4, 20])
+def test_logs_of_every_length(threshold: int) -> None:
+    """From empty to R + N entries, folded in one pass over S or in several, or moved."""
+    logs = [(0, 0), (1, 0), (0, 1), (4, 0), (3, 1), (4, 2), (9, 8), (20, 0), (20, 16)]
+    cases = [
+        Row(parents=TREES["comb"], ring_len=ring, path=sorted({*range(path)}), bank=i % 2)
+        for i, (ring, path) in enumerate(logs)
+    ]
+    Case(cases, shape(1, 1), nodes=16, R=20, threshold=threshold).run().check()
+
+
+def test_a_bank_wider_than_the_round() -> None:
+    """The last tree may have been larger than this round's bucket."""
+    cases = [Row(parents=(-1, 0), ring_len=1, path=(0, 7, 30)), Row(parents=(-1,), path=(0, 31))]
+    Case(cases, shape(), nodes=2, max_nodes=32).run().check()
+
+
+def hard_keys(correlation: float, count: int, s: RecurrentShape) -> Inputs:
+    x = random_inputs(5, count, s, dtype=torch.float32)
+    return with_keys(x, correlated_keys(6, count, correlation, s), beta=0.95, g=-1e-3)
+
+
+@pytest.mark.parametrize("correlation", [0.9, 1.0], ids=["alike", "repeated"])
+@pytest.mark.parametrize("size", [16, 33, 64])
+def test_keys_that_are_alike(size: int, correlation: float) -> None:
+    """Powers of A fail here from 32 nodes on."""
+    s = shape(1, 1)
+    trees = [chain(size), random_parents(size, size, 2)]
+    cases = [
+        Row(parents=t, path=(0, 1), bank=i, x=hard_keys(correlation, size, s))
+        for i, t in enumerate(trees)
+    ]
+    Case(cases, s, nodes=size, R=0).run().check()
+
+
+@pytest.mark.parametrize("fastest", [-2.5, -20.0])
+def test_strong_decay(fastest: float) -> None:
+    """e^-G would overflow from 36 nodes of -2.5 on."""
+    s, cases = shape(), []
+    for parents in (chain(64), random_parents(3, 50, 2)):
+        x = random_inputs(9, len(parents), s, dtype=torch.float32, max_beta=1.0)
+        cases.append(
+            Row(parents=parents, path=(0,), x=x._replace(g=torch.full_like(x.g, fastest)))
+        )
+    Case(cases, s, nodes=64, R=0).run().check()
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 2, False, 1), Tile(32, 64, 4, 1, False, 1)])
+def test_tiles(tile: Tile) -> None:
+    Case(rows(*MIXED), shape(1, 2, 64, 32), nodes=16).run(tile=tile).check()
+
+
+def test_runs_repeat() -> None:
+    runs = [Case(rows(*MIXED[:2]), shape(), nodes=16).run("tf32") for _ in range(2)]
+    assert same(runs[0].o, runs[1].o)
+    assert same(runs[0].S, runs[1].S)
+    assert same(runs[0].factors.u, runs[1].factors.u)
+
+
+def test_a_tile_for_every_shape() -> None:
+    """Tiles divide V and K."""
+    for K, V in ((16, 16), (64, 256), (256, 64), (128, 128)):
+        for size in (1, 16, 64):
+            for num_rows in (1, 8, 64):
+                tile = tile_for(shape(8, 8, K, V), num_rows, size)
+                assert V % tile.rows == 0
+                assert K % tile.columns == 0
