@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -22,6 +23,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 PREFILL_UNIT = 64
+GPU_MAX_NODES = 64
+GPU_LOG_CAPACITY = 16
 # Bytes of weights below which a second CPU thread brought nothing on idle cores and made decoding
 # several times slower on shared ones (docs/log.md, 2026-11-29).
 ONE_THREAD_BELOW = 256 * 2**20
@@ -95,8 +98,11 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     drafter = _drafter(config, reasons)
     if drafter == "none" and config.max_nodes > 1:
         reasons["max_nodes"] = "1: drafter none proposes nothing, and candidates cost memory"
-    if config.log_capacity is None:
-        reasons["log_capacity"] = "0 on a CPU: replaying a factor costs as much as writing S"
+    device = _device(config.device, reasons)
+    if device != "cpu" and config.max_nodes > GPU_MAX_NODES:
+        raise ConfigError(
+            f"max_nodes must be at most {GPU_MAX_NODES} on a GPU, got {config.max_nodes}"
+        )
     if config.threads is None:
         reasons["threads"] = TORCH_CHOSE
     return ResolvedConfig(
@@ -104,12 +110,12 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         revision=config.revision,
         drafter=drafter,
         drafter_options=dict(config.drafter_options),
-        device=_device(config.device, reasons),
-        dtype=_dtype(config.dtype, reasons),
+        device=device,
+        dtype=_dtype(config.dtype, device, reasons),
         mode="plain" if config.mode == "plain" else "exact",
         max_slots=config.max_slots,
         max_nodes=1 if drafter == "none" else config.max_nodes,
-        log_capacity=config.log_capacity or 0,
+        log_capacity=_log_capacity(config.log_capacity, device, reasons),
         prefill_chunk=config.prefill_chunk,
         threads=config.threads or torch.get_num_threads(),
         reasons=reasons,
@@ -167,19 +173,48 @@ def _drafter(config: EngineConfig, reasons: dict[str, str]) -> str:
 
 def _device(device: str, reasons: dict[str, str]) -> str:
     if device == "auto":
-        reasons["device"] = "cpu: this version has no CUDA kernels"
-        return "cpu"
+        missing = _why_no_gpu()
+        reasons["device"] = f"cpu: {missing}" if missing else "cuda: there is a GPU"
+        return "cpu" if missing else "cuda"
     if device == "cpu":
         return device
-    if device.split(":")[0] == "cuda":
+    if device.split(":")[0] != "cuda":
+        raise ConfigError(f"device must be auto, cpu or cuda, got {device!r}")
+    if missing := _why_no_gpu():
         raise KernelUnavailable(
-            f"device must be cpu in this version, got {device!r}: it has no CUDA kernels yet; "
-            "use --device cpu"
+            f"device {device!r} needs an NVIDIA GPU of compute capability 8.0 or later and "
+            f"triton: {missing}; use --device cpu"
         )
-    raise ConfigError(f"device must be auto or cpu, got {device!r}")
+    return device
 
 
-def _dtype(dtype: str, reasons: dict[str, str]) -> str:
+def _why_no_gpu() -> str:
+    """What is missing for the CUDA kernels; empty if nothing is."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install 'specla[gpu]')"
+    return ""
+
+
+def _log_capacity(asked: int | None, device: str, reasons: dict[str, str]) -> int:
+    if asked is not None:
+        return asked
+    if device == "cpu":
+        reasons["log_capacity"] = "0 on a CPU: replaying a factor costs as much as writing S"
+        return 0
+    reasons["log_capacity"] = f"{GPU_LOG_CAPACITY} on a GPU: S is written that much less often"
+    return GPU_LOG_CAPACITY
+
+
+def _dtype(dtype: str, device: str, reasons: dict[str, str]) -> str:
+    if dtype == "auto" and device != "cpu":
+        reasons["dtype"] = "bfloat16: a GPU's tensor cores read half the bytes"
+        return "bfloat16"
+    if dtype == "float64" and device != "cpu":
+        raise ConfigError("dtype float64 has no GPU kernels; use float32, or --device cpu")
     if dtype == "auto":
         reasons["dtype"] = "float32: prompts and trees took 2 to 4 times longer in bfloat16 (AVX2)"
         return "float32"

@@ -109,6 +109,7 @@ class LLM:
             tokenizer=self.tokenizer,
             end_token_ids=self.tokenizer.eos_token_ids,
         )
+        self.engine.capture()
 
     def generate(
         self,

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from specla.topology.tree import DraftTree
+
+if TYPE_CHECKING:
+    from specla.ops.contract import DeviceRound, RowArrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,4 +70,14 @@ class Drafter(Protocol):
 
     def reset(self, slot: int) -> None:
         """Forget everything about a slot (rule I6). Called before a slot is reused."""
+        ...
+
+
+@runtime_checkable
+class DeviceDrafter(Protocol):
+    """A drafter that can also draft on the device, inside a CUDA graph: same proposals."""
+
+    def launch(self, rows: RowArrays, rnd: DeviceRound) -> None:
+        """Write tokens, parents and num_nodes of every live row (num_nodes > 0); node 0's token
+        is there already. Kernel launches only: no allocation, no host synchronisation."""
         ...

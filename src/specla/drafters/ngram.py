@@ -12,11 +12,15 @@ Source: prompt lookup decoding (A. Saxena, 2023); option names are vLLM's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from specla.drafters.base import DrafterInfo, DraftRow, Observation
 from specla.drafters.options import require_int
 from specla.drafters.suffix_index import ngrams
 from specla.topology.tree import DraftTree
+
+if TYPE_CHECKING:
+    from specla.ops.contract import DeviceRound, RowArrays
 
 
 class NgramDrafter:
@@ -50,6 +54,20 @@ class NgramDrafter:
     def reset(self, slot: int) -> None:
         """Drop the slot's index."""
         self._slots.pop(slot, None)
+
+    def launch(self, rows: RowArrays, rnd: DeviceRound) -> None:
+        """The same chains, drafted on the device (see `DeviceDrafter`)."""
+        from specla.drafters.ngram_device import draft_chain
+
+        draft_chain(
+            rows.history,
+            rows.len_tokens,
+            rows.remaining,
+            rnd,
+            prompt_lookup_max=self._sizes[0],
+            prompt_lookup_min=self._sizes[-1],
+            num_draft_tokens=self.info.max_depth,
+        )
 
     def _draft_row(self, row: DraftRow) -> DraftTree:
         index = self._slots.setdefault(row.slot, _Index(self._sizes))

@@ -9,8 +9,9 @@ recurrence family.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,6 +28,9 @@ from specla.sampling.draw import InvalidLogits
 from specla.sampling.filters import validate
 from specla.state import State
 from specla.topology.tree import DraftTree
+
+if TYPE_CHECKING:
+    from specla.engine.graphs import GraphRounds
 
 # What becomes of a row whose logits or parameters leave no token to draw: node 0 is committed,
 # as verify has prepared, and the row leaves.
@@ -72,6 +76,17 @@ class Engine:
         self._ends = model.info.eos_token_ids if end_token_ids is None else end_token_ids
         self.scheduler = Scheduler(state)
         self.stats = EngineStats()
+        self._graphs: GraphRounds | None = None
+        if state.device.type == "cuda":
+            # Triton is imported where there is a GPU only.
+            from specla.engine.graphs import GraphRounds
+
+            self._graphs = GraphRounds(model, state, drafter)
+
+    def capture(self, tick: Callable[[str, int, int], None] | None = None) -> None:
+        """On a GPU: make the graphs of every round size now. tick: (what, done, total)."""
+        if self._graphs is not None:
+            self._graphs.capture(tick)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -109,7 +124,21 @@ class Engine:
         if not rows:
             return []
         with self._dropping(rows):
+            if self._graphs is None:
+                return self._finish(rows, self._round(rows))
+            with self.stats.phase("verify"):
+                free = self._graphs.is_free(rows)
+                ended = self._graphs.advance(rows) if free else self._graphs.settle()
+            if free or ended:
+                return self._finish_free(ended)
             return self._finish(rows, self._round(rows))
+
+    def _finish_free(self, ended: Sequence[tuple[Running, Verdict | None]]) -> list[StreamDelta]:
+        """Rows whose logits left nothing to draw end here; the device has stopped them."""
+        for row, verdict in ended:
+            if verdict is None:
+                row.end("error", NOTHING_TO_DRAW)
+        return self._finish([row for row, _ in ended], [v or NO_TOKEN for _, v in ended])
 
     @contextmanager
     def _dropping(self, rows: Sequence[Running]) -> Iterator[None]:
@@ -127,10 +156,9 @@ class Engine:
         with phase("draft"):
             trees = self._draft(rows)
         with phase("verify"):
-            plan = self.state.begin(slots, trees)
-            logits = self.model.verify(plan, self.state)
+            judged, logits, offsets = self._verify(rows, trees)
         with phase("accept"):
-            verdicts = self._accept(logits.float(), trees, plan.offsets, rows)
+            verdicts = self._judge(judged, logits.float(), trees, offsets, rows)
         with phase("commit"):
             self.state.commit(slots, [verdict.path for verdict in verdicts])
             self.drafter.observe(
@@ -141,6 +169,35 @@ class Engine:
                 ]
             )
         return verdicts
+
+    def _verify(
+        self, rows: Sequence[Running], trees: Sequence[DraftTree]
+    ) -> tuple[list[Verdict | None], Tensor, tuple[int, ...]]:
+        """Verdicts of the rows that a GPU has judged by itself, the logits, and where each row's
+        nodes start in them."""
+        if self._graphs is not None:
+            return self._graphs.drive(rows, trees)
+        plan = self.state.begin([row.slot for row in rows], trees)
+        return [None] * len(rows), self.model.verify(plan, self.state), plan.offsets
+
+    def _judge(
+        self,
+        judged: Sequence[Verdict | None],
+        logits: Tensor,
+        trees: Sequence[DraftTree],
+        offsets: Sequence[int],
+        rows: Sequence[Running],
+    ) -> list[Verdict]:
+        """The host's acceptance for every row that has no verdict yet."""
+        open_ = [b for b, verdict in enumerate(judged) if verdict is None]
+        found = self._accept(
+            logits,
+            [trees[b] for b in open_],
+            [offsets[b] for b in open_],
+            [rows[b] for b in open_],
+        )
+        mine = dict(zip(open_, found, strict=True))
+        return [mine[b] if v is None else v for b, v in enumerate(judged)]
 
     def _accept(
         self,

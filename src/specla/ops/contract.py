@@ -165,6 +165,26 @@ class DeviceRound(NamedTuple):
     walk: Tensor
 
 
+class RowArrays(NamedTuple):
+    """What the device knows about the rows of a round; all [B, ...], written by the host when a
+    row joins and by `accept` from then on. A row is live while its `num_nodes` is not 0.
+
+    seed [B] int64: the request's noise seed, an unsigned number's bits.
+    len_tokens [B] int32: prompt and output so far, the last one being node 0.
+    remaining [B] int32: tokens that may still be emitted, >= 1 while the row is live.
+    temperature [B] float64: 0 is greedy.
+    ends [B, E] int32: token ids that end the row, padded with -1.
+    history [B, max_len] int32: prompt and output so far, in entries 0 .. len_tokens - 1.
+    """
+
+    seed: Tensor
+    len_tokens: Tensor
+    remaining: Tensor
+    temperature: Tensor
+    ends: Tensor
+    history: Tensor
+
+
 class DevicePlan(NamedTuple):
     """What `RoundPlan` is to the CPU: one round for the GPU kernels.
 

@@ -87,6 +87,18 @@ def needs_sort(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1
 
 
+def is_unfiltered(params: SamplingParams) -> bool:
+    """Greedy or temperature alone, nothing to report: what the device can draw by itself."""
+    return not (
+        needs_sort(params)
+        or is_penalised(params)
+        or params.min_p > 0
+        or params.min_tokens > 0
+        or params.logit_bias
+        or params.logprobs is not None
+    )
+
+
 def adjust(
     logits: Tensor,
     params: SamplingParams,

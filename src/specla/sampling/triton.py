@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specla.ops.contract import DeviceRound
+from specla.ops.contract import DeviceRound, RowArrays
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_INVALID = 0, 1, 2, 3
 """A verdict's finish codes. FINISH_INVALID: NaN, +inf or nothing but -inf at a visited node."""
@@ -43,26 +43,6 @@ _NO_TOKEN = tl.constexpr(2**31 - 1)
 # Elements of a tile that a program holds at once: logits being drawn from, and blocks
 # being compared, where more would spill registers.
 _DRAW_TILE, _COMPARE_TILE = 1024, 256
-
-
-class RowArrays(NamedTuple):
-    """What the device knows about the rows of a round; all [B, ...], written by the host when a
-    row joins and by `accept` from then on. A row is live while its `num_nodes` is not 0.
-
-    seed [B] int64: the request's noise seed, an unsigned number's bits.
-    len_tokens [B] int32: prompt and output so far, the last one being node 0.
-    remaining [B] int32: tokens that may still be emitted, >= 1 while the row is live.
-    temperature [B] float64: 0 is greedy.
-    ends [B, E] int32: token ids that end the row, padded with -1.
-    history [B, max_len] int32: prompt and output so far, in entries 0 .. len_tokens - 1.
-    """
-
-    seed: Tensor
-    len_tokens: Tensor
-    remaining: Tensor
-    temperature: Tensor
-    ends: Tensor
-    history: Tensor
 
 
 class Choices(NamedTuple):

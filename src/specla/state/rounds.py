@@ -113,14 +113,20 @@ class DeviceRounds:
         return self._bucket(rows, nodes).round
 
     def plan(
-        self, slots: Sequence[int], logs: Sequence[Log], trees: Sequence[DraftTree]
+        self,
+        slots: Sequence[int],
+        logs: Sequence[Log],
+        trees: Sequence[DraftTree],
+        *,
+        num_nodes: int = 1,
     ) -> DevicePlan:
-        """One round over rows (slots[b], logs[b], trees[b]), on its way to the device.
+        """One round over rows (slots[b], logs[b], trees[b]), on its way to the device. num_nodes:
+        room for trees of as many.
 
         The caller has read the last round's results before it asks for the next: the staging
         buffer is written again.
         """
-        nodes = bucket(max(tree.num_nodes for tree in trees))
+        nodes = bucket(max(num_nodes, *(tree.num_nodes for tree in trees)))
         made = self._bucket(bucket(len(slots)), nodes)
         made.fill(slots, logs, trees)
         return DevicePlan(made.round, tuple(b * nodes for b in range(len(slots))))

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds on a GPU: one CUDA graph per bucket of rows and nodes, replayed.
+
+A *free* round drafts, verifies, draws, accepts and moves the cursors on the device: the host
+starts the next one before it has read the last one's tokens (it is one round behind), and touches
+the device again only when rows join, or leave for reasons that the host alone knows.
+
+A *driven* round gets its trees from the host: a drafter that runs there, or a row that draws with
+filters, penalties or reports, which only the host's acceptance knows. It is the same graph
+without the drafting, and the host waits for it.
+
+A row draws its tokens by one of the two acceptances throughout, whatever its neighbours do: which
+one follows from its own parameters (rule I4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specla.drafters.base import DeviceDrafter, Drafter
+from specla.engine.running import Running
+from specla.models.base import TargetModel
+from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
+from specla.sampling.accept import Verdict
+from specla.sampling.filters import is_unfiltered
+from specla.sampling.triton import (
+    FINISH_INVALID,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    VERDICT_HEADER,
+    Choices,
+    accept,
+    choose,
+    new_choices,
+)
+from specla.state import State
+from specla.state.rounds import bucket
+from specla.topology.tree import DraftTree
+
+MAX_HISTORY = 1 << 16
+"""Tokens of a row that a device drafter can look back on."""
+MAX_ENDS = 16
+Tick = Callable[[str, int, int], None]
+
+
+@dataclass(slots=True)
+class _Round:
+    """One bucket: its graphs and what they read and write. read [B, words]: pinned."""
+
+    rnd: DeviceRound
+    rows: RowArrays
+    verdicts: Tensor
+    read: list[Tensor]
+    read_path: Tensor
+    graphs: dict[bool, torch.cuda.CUDAGraph]
+    logits: Tensor
+
+
+class GraphRounds:
+    """What an engine on a GPU calls instead of draft, verify, accept and commit."""
+
+    def __init__(self, model: TargetModel, state: State, drafter: Drafter) -> None:
+        self._model, self._state, self._drafter = model, state, drafter
+        self._max_rows = bucket(state.pool.num_slots)
+        self._max_nodes = bucket(state.max_nodes)
+        model.reserve(self._max_rows * self._max_nodes)
+        self._choices: Choices = new_choices(
+            self._max_rows * self._max_nodes, model.info.vocab_size, state.device
+        )
+        self._buckets: dict[tuple[int, int], _Round] = {}
+        self._flying: list[Running] = []  # rows of the round that has not been read
+        self._loaded: list[Running] = []  # rows as the device has them, by place
+        self._idle: list[Running] = []  # those of them that have ended there
+        self._key = (1, 1)
+        self._count = 0
+        self._events = [torch.cuda.Event(), torch.cuda.Event()]
+
+    # ---- choosing between the two
+
+    def is_free(self, rows: Sequence[Running]) -> bool:
+        """Whether these rows' rounds need no host."""
+        return isinstance(self._drafter, DeviceDrafter) and all(map(_on_device, rows))
+
+    def capture(self, tick: Tick | None = None) -> None:
+        """Make every graph there can be, so that no round has to."""
+        sizes = [1 << i for i in range(self._max_rows.bit_length())]
+        nodes = [1 << i for i in range(self._max_nodes.bit_length())]
+        free = isinstance(self._drafter, DeviceDrafter)
+        wanted = [(b, n, False) for b in sizes for n in nodes if not free or n == nodes[-1]]
+        wanted += [(b, nodes[-1], True) for b in sizes if free]
+        for i, (b, n, drafts) in enumerate(wanted):
+            self._graph(b, n, drafts)
+            if tick:
+                tick("capturing", i + 1, len(wanted))
+
+    # ---- free rounds
+
+    def advance(self, rows: Sequence[Running]) -> list[tuple[Running, Verdict | None]]:
+        """Start a free round over `rows` and return what the one before it came to; None is a
+        row without a token to draw. Where the rows have changed, first only the latter."""
+        if not self._goes_on(rows):
+            ended = self.settle()
+            if ended or not rows:
+                return ended
+            self._load(rows)
+        return self._launch()
+
+    def settle(self) -> list[tuple[Running, Verdict | None]]:
+        """Read the round under way, if there is one, and bring the host's cursors up to date."""
+        ended = self._read() if self._flying else []
+        self._sync_logs()
+        self._loaded, self._flying = [], []
+        return ended
+
+    def _goes_on(self, rows: Sequence[Running]) -> bool:
+        """Whether the device has these rows: others it has have ended there by themselves."""
+        if not self._loaded or bucket(len(rows)) < bucket(len(self._loaded)):
+            return False
+        live = [row for row in self._loaded if row not in self._idle]
+        return live == list(rows)
+
+    def _load(self, rows: Sequence[Running]) -> None:
+        self._loaded, self._idle = list(rows), []
+        self._key = (bucket(len(rows)), self._max_nodes)
+        self._graph(*self._key, True)
+        one = self._buckets[self._key]
+        trees = [DraftTree.root(row.tokens[-1]) for row in rows]
+        self._plan(rows, trees, self._max_nodes)
+        _fill_rows(one.rows, rows, history=True)
+
+    def _launch(self) -> list[tuple[Running, Verdict | None]]:
+        one = self._buckets[self._key]
+        one.graphs[True].replay()
+        place = self._count % 2
+        one.read[place].copy_(one.verdicts, non_blocking=True)
+        self._events[place].record()
+        before = self._read() if self._flying else []
+        self._flying = list(self._loaded)
+        self._count += 1
+        return before
+
+    def _read(self) -> list[tuple[Running, Verdict | None]]:
+        place = (self._count - 1) % 2
+        self._events[place].synchronize()
+        words = self._buckets[self._key].read[place].tolist()
+        verdicts: list[tuple[Running, Verdict | None]] = []
+        for row, line in zip(self._flying, words, strict=False):
+            if row.finish_reason is None and (line[0] or line[1]):
+                verdicts.append((row, _verdict(line, ())))
+            if line[1]:
+                self._idle.append(row)
+        return verdicts
+
+    def _sync_logs(self) -> None:
+        """The device moved the cursors: the host's copies follow."""
+        if not self._loaded:
+            return
+        rnd = self._buckets[self._key].rnd
+        cursors = torch.stack((rnd.bank, rnd.ring_len, rnd.path_len)).tolist()
+        paths = rnd.path.tolist()
+        for b, row in enumerate(self._loaded):
+            if row.finish_reason is None:
+                bank, ring_len, path_len = (column[b] for column in cursors)
+                log = self._state.logs[row.slot]
+                log.bank, log.ring_len = bank, ring_len
+                log.path = tuple(paths[b][:path_len])
+                log.durable_len = len(row.tokens) - 1 - log.log_len
+
+    # ---- driven rounds
+
+    def drive(
+        self, rows: Sequence[Running], trees: Sequence[DraftTree]
+    ) -> tuple[list[Verdict | None], Tensor, tuple[int, ...]]:
+        """One round over the host's trees. Returns the device's verdict for rows that it can
+        judge and None for others (and for rows without a token to draw, see `is_device_row`),
+        the logits [M, vocab], and where each row's nodes start in them."""
+        nodes = bucket(max(tree.num_nodes for tree in trees))
+        self._graph(bucket(len(rows)), nodes, False)
+        one = self._buckets[bucket(len(rows)), nodes]
+        plan = self._plan(rows, trees, nodes)
+        _fill_rows(one.rows, rows, history=False)
+        one.graphs[False].replay()
+        one.read[0].copy_(one.verdicts, non_blocking=True)
+        one.read_path.copy_(one.rnd.path, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        words, paths = one.read[0].tolist(), one.read_path.tolist()
+        verdicts = [
+            _verdict(line, path) if _on_device(row) else None
+            for row, line, path in zip(rows, words, paths, strict=False)
+        ]
+        return verdicts, one.logits, plan.offsets
+
+    # ---- graphs
+
+    def _graph(self, num_rows: int, num_nodes: int, drafts: bool) -> None:
+        key = (num_rows, num_nodes)
+        if key not in self._buckets:
+            self._buckets[key] = self._new_round(num_rows, num_nodes)
+        one = self._buckets[key]
+        if drafts in one.graphs:
+            return
+        # Idle rows: kernels compile and touch nothing.
+        one.rnd.num_nodes.zero_()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._launches(one, drafts)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._launches(one, drafts)
+        one.graphs[drafts] = graph
+
+    def _launches(self, one: _Round, drafts: bool) -> None:
+        if drafts:
+            assert isinstance(self._drafter, DeviceDrafter)
+            self._drafter.launch(one.rows, one.rnd)
+        one.logits = self._model.verify(DevicePlan(one.rnd, ()), self._state)
+        choose(one.logits, one.rows, one.rnd, self._choices)
+        accept(
+            self._choices, one.rows, one.rnd, one.verdicts,
+            fold_threshold=self._state.fold_threshold,
+        )  # fmt: skip
+
+    def _new_round(self, num_rows: int, num_nodes: int) -> _Round:
+        device = self._state.device
+        rnd = self._state.rounds.round(num_rows, num_nodes)
+        words = VERDICT_HEADER + num_nodes + 1
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return _Round(
+            rnd=rnd,
+            rows=RowArrays(
+                seed=zeros(num_rows, dtype=torch.int64),
+                len_tokens=zeros(num_rows),
+                remaining=zeros(num_rows),
+                temperature=zeros(num_rows, dtype=torch.float64),
+                ends=zeros(num_rows, MAX_ENDS) - 1,
+                history=zeros(num_rows, MAX_HISTORY if num_nodes == self._max_nodes else 1),
+            ),
+            verdicts=zeros(num_rows, words),
+            read=[torch.zeros(num_rows, words, dtype=torch.int32).pin_memory() for _ in "ab"],
+            read_path=torch.zeros(rnd.path.shape, dtype=torch.int32).pin_memory(),
+            graphs={},
+            logits=zeros(0),
+        )
+
+    def _plan(
+        self, rows: Sequence[Running], trees: Sequence[DraftTree], num_nodes: int
+    ) -> DevicePlan:
+        slots = [row.slot for row in rows]
+        logs = [self._state.logs[slot] for slot in slots]
+        return self._state.rounds.plan(slots, logs, trees, num_nodes=num_nodes)
+
+
+def _on_device(row: Running) -> bool:
+    """Whether the device's acceptance knows this row's law and ends."""
+    return is_unfiltered(row.request.params) and len(row.end_token_ids) <= MAX_ENDS
+
+
+def _fill_rows(arrays: RowArrays, rows: Sequence[Running], *, history: bool) -> None:
+    count = len(rows)
+
+    def put(target: Tensor, values: Sequence[object]) -> None:
+        target[:count] = torch.tensor(values, dtype=target.dtype, device="cpu").to(
+            target.device, non_blocking=True
+        )
+
+    signed = [(row.request.seed + 2**63) % 2**64 - 2**63 for row in rows]
+    put(arrays.seed, signed)
+    put(arrays.len_tokens, [len(row.tokens) for row in rows])
+    put(arrays.remaining, [row.remaining for row in rows])
+    put(arrays.temperature, [float(row.request.params.temperature) for row in rows])
+    ends = [sorted(row.end_token_ids)[:MAX_ENDS] for row in rows]
+    put(arrays.ends, [[*e, *[-1] * (MAX_ENDS - len(e))] for e in ends])
+    if history:
+        for b, row in enumerate(rows):
+            kept = row.tokens[: arrays.history.shape[1]]
+            arrays.history[b, : len(kept)] = torch.tensor(kept, dtype=torch.int32).to(
+                arrays.history.device
+            )
+
+
+def _verdict(line: Sequence[int], path: Sequence[int]) -> Verdict | None:
+    """From the device's words; None where there was no token to draw."""
+    emitted, finish, accepted, drafted, depth = line[:VERDICT_HEADER]
+    if finish == FINISH_INVALID:
+        return None
+    tokens = tuple(line[VERDICT_HEADER : VERDICT_HEADER + emitted])
+    return Verdict(
+        path=tuple(path[: accepted + 1]) if path else tuple(range(accepted + 1)),
+        emitted=tokens,
+        finish={FINISH_STOP: "stop", FINISH_LENGTH: "length"}.get(finish),  # type: ignore[arg-type]
+        stop_token=tokens[-1] if finish == FINISH_STOP else None,
+        logprobs=None,
+        num_drafted=drafted,
+        offered_depth=depth,
+    )
