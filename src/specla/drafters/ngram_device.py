@@ -70,7 +70,7 @@ def draft_chain(
 def _match(tokens_ptr, length, after, LONGEST: tl.constexpr):
     """How many tokens, up to LONGEST, before each place `after` equal the text's last ones."""
     size = after * 0
-    for j in tl.static_range(LONGEST):
+    for j in tl.range(0, LONGEST, loop_unroll_factor=4):
         last = tl.load(tokens_ptr + length - 1 - j, mask=j < length, other=-1)
         there = (after > j) & (after < length)
         token = tl.load(tokens_ptr + after - 1 - j, mask=there, other=-2)
