@@ -42,8 +42,8 @@ CHAIN = Case(
 DECODE = replace(CHAIN, name="decode", parents=(-1,), accepted=(0,))
 # The state kernel is slow to interpret and has tests of its own.
 OURS = [
-    (TREE, methods.exact(pdl=False)),
-    (CHAIN, baselines.separate_commit(replay=True)),
+    (replace(TREE, num_rows=1), methods.exact(pdl=False)),
+    pytest.param(CHAIN, baselines.separate_commit(replay=True), marks=pytest.mark.slow),
     pytest.param(TREE, baselines.separate_commit(), marks=pytest.mark.slow),
     pytest.param(CHAIN, methods.exact(pdl=False, with_prepare=False), marks=pytest.mark.slow),
 ]

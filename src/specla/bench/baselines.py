@@ -17,11 +17,10 @@ from specla.bench import triton_baselines as kernels
 from specla.bench.bytes import Traffic
 from specla.bench.kernel_cases import Case, width_of
 from specla.bench.kernel_problem import Problem, error
-from specla.bench.methods import Launch, Method, Runner, bound, poison
+from specla.bench.methods import TF32, Launch, Method, Runner, bound, poison
 from specla.errors import KernelUnavailable
 from specla.ops.contract import LayerState
 from specla.ops.gdn import Inputs
-from specla.ops.gdn.triton import walk as walk_kernel
 
 OnLayer = Callable[[LayerState], None]
 
@@ -159,7 +158,7 @@ def chain_wy() -> Method:
         moved = traffic.read_only_verify(case) + kept
         return Runner(bound(problem.layers, [run]), len(problem.layers), check, moved)
 
-    return Method(name="chain WY, tf32", scope="state", build=build, tolerance=5e-3)
+    return Method(name="chain WY, tf32", scope="state", build=build, tolerance=TF32)
 
 
 def contiguous(x: Inputs) -> Inputs:
@@ -195,18 +194,9 @@ def _stateless(
 
 def _verify_empty(launch: Launch) -> OnLayer:
     """Our state kernel on a round whose log is empty."""
-    p, case = launch.problem, launch.problem.case
-    nothing = torch.zeros_like(p.round.ring_len)
-    rnd = p.round._replace(ring_len=nothing, path_len=nothing)
-    return lambda layer: walk_kernel(
-        layer,
-        rnd,
-        launch.workspace,
-        shape=p.shape,
-        log_capacity=case.log_capacity,
-        threshold=case.threshold,
-        branching=not case.is_chain,
-    )
+    nothing = torch.zeros_like(launch.round.ring_len)
+    rnd = launch.round._replace(ring_len=nothing, path_len=nothing)
+    return launch.over(launch.case, rnd).walk
 
 
 def _commit(problem: Problem) -> OnLayer:

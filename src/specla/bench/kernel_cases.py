@@ -14,6 +14,11 @@ from specla.errors import ConfigError
 from specla.ops.contract import RecurrentShape
 
 LOG_CAPACITY = 16
+# Rows of the throughput cases; accepted lengths of SpecLA's figure 11; DeltaLog's logs and rows.
+BATCH = 64
+LENGTHS = range(1, 9)
+CAPACITIES = (0, 4, 8, 16, 32)
+LOG_BATCHES = (1, 4, 16, 64)
 # A drafter's chance that the r-th best child is the right one: only orders nodes of test trees.
 RANK_COST = (0.5, 1.6, 2.3, 3.0)
 

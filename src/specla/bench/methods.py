@@ -9,26 +9,26 @@ a missing row is reported as missing, with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from specla.bench import bytes as traffic
 from specla.bench.bytes import Traffic
 from specla.bench.graphs import Call
+from specla.bench.kernel_cases import Case, log_cases
 from specla.bench.kernel_problem import Problem, error
-from specla.errors import KernelUnavailable
-from specla.ops.contract import LayerState
-from specla.ops.gdn import Inputs
+from specla.bench.kernel_rows import BASELINE, OURS
+from specla.ops.contract import DeviceRound, LayerState
+from specla.ops.gdn import Inputs, triton_wy
+from specla.ops.gdn import triton as triton_gdn
+from specla.ops.gdn.triton import Workspace
 
-if TYPE_CHECKING:
-    from specla.ops.gdn.triton import Workspace
-
-OURS, BASELINE = "ours", "baseline"
 # Largest error of what has been rounded to bf16: a few of its ulps.
 HALF_PRECISION = 2e-2
+# Largest error of products whose operands are cut to tf32's 10 bits.
+TF32 = 5e-3
 
 
 class Runner(NamedTuple):
@@ -45,8 +45,8 @@ class Runner(NamedTuple):
 class Method:
     """One way to do the work of a case.
 
-    scope: what its time includes. tolerance: the largest error the check may find; bf16 outputs
-    allow 2e-2, tf32 products 5e-3, float32 in another order 1e-4.
+    scope: what its time includes. tolerance: the largest error the check may find; float32 in
+    another order allows 1e-4.
     """
 
     name: str
@@ -56,51 +56,62 @@ class Method:
     tolerance: float = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Our launches for one layer, with everything but the layer bound."""
+    """Our launches for one layer, with everything but the layer bound.
+
+    case and round are the problem's, or others over the same states.
+    """
 
     problem: Problem
+    case: Case
+    round: DeviceRound
     workspace: Workspace
     pdl: bool
 
     @classmethod
     def bind(cls, problem: Problem, *, pdl: bool) -> Launch:
-        from specla.ops.gdn.triton import Workspace
+        workspace = Workspace.allocate(
+            problem.shape, problem.num_nodes, problem.dtype, problem.device
+        )
+        return cls(
+            problem=problem,
+            case=problem.case,
+            round=problem.round,
+            workspace=workspace,
+            pdl=pdl,
+        )
 
-        s = problem.shape
-        workspace = Workspace.allocate(s, problem.num_nodes, problem.dtype, problem.device)
-        return cls(problem, workspace, pdl)
+    def over(self, case: Case, rnd: DeviceRound) -> Launch:
+        """The same buffers, another round."""
+        return replace(self, case=case, round=rnd)
 
     def prepare(self, layer: LayerState) -> None:
-        from specla.ops.gdn.triton import prepare
-
-        p, w = self.problem, self.problem.weights
-        prepare(
+        """Convolution, norms, gates."""
+        weights = self.problem.weights
+        triton_gdn.prepare(
             layer,
-            p.round,
-            p.y,
-            w.conv,
-            w.A,
-            w.dt_bias,
+            self.round,
+            self.problem.y,
+            weights.conv,
+            weights.A,
+            weights.dt_bias,
             self.workspace,
-            shape=p.shape,
-            log_capacity=p.case.log_capacity,
+            shape=self.case.shape,
+            log_capacity=self.case.log_capacity,
             pdl=self.pdl,
         )
 
     def walk(self, layer: LayerState) -> None:
-        from specla.ops.gdn.triton import walk
-
-        case = self.problem.case
-        walk(
+        """The state kernel."""
+        triton_gdn.walk(
             layer,
-            self.problem.round,
+            self.round,
             self.workspace,
-            shape=case.shape,
-            log_capacity=case.log_capacity,
-            threshold=case.threshold,
-            branching=not case.is_chain,
+            shape=self.case.shape,
+            log_capacity=self.case.log_capacity,
+            threshold=self.case.threshold,
+            branching=not self.case.is_chain,
             pdl=self.pdl,
         )
 
@@ -166,14 +177,82 @@ def exact(*, pdl: bool = True, with_prepare: bool = True) -> Method:
     return Method(name=name if pdl else f"{name}, no overlap", scope=scope, build=build, kind=OURS)
 
 
+def fast(precision: Literal["tf32", "tf32x3"] = "tf32", *, pdl: bool = True) -> Method:
+    """Our closed form on tensor cores after `prepare`; masks are compiled once per round, like
+    the walk lists, and are not in a layer's time."""
+
+    def build(problem: Problem) -> Runner:
+        launch, case = Launch.bind(problem, pdl=pdl), problem.case
+        form = triton_wy.ClosedForm.allocate(
+            case.shape, case.num_rows, case.max_nodes, case.log_capacity, problem.device
+        )
+        triton_wy.compile_masks(problem.round, form, log_capacity=case.log_capacity)
+
+        def verify(layer: LayerState) -> None:
+            triton_wy.walk_wy(
+                layer,
+                problem.round,
+                launch.workspace,
+                form,
+                shape=case.shape,
+                log_capacity=case.log_capacity,
+                threshold=case.threshold,
+                precision=precision,
+                pdl=pdl,
+            )
+
+        return Runner(
+            calls=bound(problem.layers, [launch.prepare, verify]),
+            parts=len(problem.layers),
+            check=lambda: launch.check(verify),
+            traffic=traffic.walk(case) + traffic.prepare(case),
+        )
+
+    name = "fast" if precision == "tf32" else f"fast, {precision}"
+    return Method(
+        name=name if pdl else f"{name}, no overlap",
+        scope="conv, gates, state",
+        build=build,
+        kind=OURS,
+        tolerance=TF32,
+    )
+
+
+def log_period(capacity: int) -> Method:
+    """Plain decoding through one period of a log of `capacity`: capacity tokens that append and
+    one that folds, every one on every layer; time is per token and layer."""
+
+    def build(problem: Problem) -> Runner:
+        first = Launch.bind(problem, pdl=False)
+        cases = log_cases(problem.shape, problem.case.num_rows, capacity)
+        rounds = [first.over(case, problem.round_of(case)) for case in cases]
+        for layer in problem.layers:
+            first.prepare(layer)
+        calls = [call for launch in rounds for call in bound(problem.layers, [launch.walk])]
+        moved = [traffic.walk(case) for case in cases]
+
+        def check() -> float:
+            folding = Launch.bind(
+                Problem(cases[-1], num_layers=1, device=problem.device, dtype=problem.dtype),
+                pdl=False,
+            )
+            return max(first.check(first.walk), folding.check(folding.walk))
+
+        return Runner(
+            calls,
+            len(calls),
+            check,
+            Traffic(
+                read=sum(m.read for m in moved) / len(moved),
+                written=sum(m.written for m in moved) / len(moved),
+            ),
+        )
+
+    return Method(name=f"log of {capacity}", scope="state", build=build, kind=OURS)
+
+
 def bound(
     layers: Sequence[LayerState], functions: Sequence[Callable[[LayerState], None]]
 ) -> list[Call]:
     """Calls of every function on every layer, layer by layer."""
     return [lambda f=f, x=x: f(x) for x in layers for f in functions]  # type: ignore[misc]
-
-
-def require_cuda(device: torch.device, what: str) -> None:
-    """Raise KernelUnavailable unless there is a CUDA device."""
-    if device.type != "cuda":
-        raise KernelUnavailable(f"{what} needs a CUDA device, got {device}; run it on a GPU")
