@@ -61,6 +61,7 @@ def small_tiles() -> Iterator[None]:
     """Several tiles per head, although states are small here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_baselines, "TILE_ELEMENTS", 4 * SHAPE.key_dim)
+        patch.setattr(triton_baselines, "WY_COLUMNS", SHAPE.key_dim // 2)
         yield
 
 

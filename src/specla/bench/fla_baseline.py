@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor
 
-from specla.bench import bytes as traffic
+from specla.bench.bytes import Traffic, sizes
 from specla.bench.graphs import Call
 from specla.bench.kernel_problem import Problem, error
 from specla.bench.methods import HALF_PRECISION, Method, Runner
@@ -26,8 +26,12 @@ def installed() -> str | None:
         return None
 
 
-def fused_recurrent() -> Method:
-    """fused_recurrent_gated_delta_rule over every row's chain, new states written."""
+def fused_recurrent(*, rerun: bool = False) -> Method:
+    """fused_recurrent_gated_delta_rule over every row's chain, new states written.
+
+    rerun: speculation without any state support (SpecLA's FLA-SD, as we read it): the chain is
+    verified and its states dropped, then the accepted tokens run again and keep theirs.
+    """
     found = installed()
 
     def build(problem: Problem) -> Runner:
@@ -37,33 +41,46 @@ def fused_recurrent() -> Method:
             raise KernelUnavailable("fla's recurrent kernel takes chains only")
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
-        x = _tokens(problem)
+        tokens, accepted = _tokens(problem), len(problem.case.accepted)
+        again = {name: x[:, :accepted].contiguous() for name, x in tokens.items()}
         states = [layer.S[problem.slots.long()] for layer in problem.layers]
 
-        def run(S: Tensor) -> Tensor:
-            o, _ = fused_recurrent_gated_delta_rule(
-                **x, initial_state=S, output_final_state=True, state_v_first=True,
+        def run(x: dict[str, Tensor], S: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
+            o, final = fused_recurrent_gated_delta_rule(
+                **x, initial_state=S, output_final_state=keep, state_v_first=True,
                 scale=problem.shape.key_dim**-0.5, use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
-            out: Tensor = o
-            return out
+            return o, final
+
+        def step(S: Tensor) -> tuple[Tensor, Tensor]:
+            """(o of all tokens, the state that is kept)."""
+            o, final = run(tokens, S, keep=not rerun)
+            return o, run(again, S, keep=True)[1] if rerun else final
 
         def check() -> float:
-            o = run(problem.truth.live)
-            return error(o.reshape(problem.truth.o.shape), problem.truth.o)
+            o, final = step(problem.truth.live)
+            kept = problem.case.accepted if rerun else range(problem.case.num_nodes)
+            state = error(final[0], problem.after(kept))
+            return max(error(o.reshape(problem.truth.o.shape), problem.truth.o), state)
 
-        calls: list[Call] = [lambda S=S: run(S) for S in states]  # type: ignore[misc]
-        one, n = traffic.sizes(problem.case), problem.case.num_nodes
-        moved = traffic.Traffic(
-            read=one.state + n * one.activation, written=one.state + n * one.node_out // 2
-        )
-        return Runner(calls, len(states), check, moved)
+        calls: list[Call] = [lambda S=S: step(S) for S in states]  # type: ignore[misc]
+        return Runner(calls, len(states), check, _traffic(problem, accepted if rerun else 0))
 
     return Method(
-        name=f"fla {found or '0.6.0'} recurrent",
+        name=f"fla {found or '0.6.0'} recurrent" + (", accepted tokens re-run" if rerun else ""),
         scope="l2 norm, state",
         build=build,
         tolerance=HALF_PRECISION,
+    )
+
+
+def _traffic(problem: Problem, rerun: int) -> Traffic:
+    """States read once per launch and written by the last; tokens in and out in 2 bytes."""
+    one, n = sizes(problem.case), problem.case.num_nodes + rerun
+    launches = 2 if rerun else 1
+    return Traffic(
+        read=launches * one.state + n * one.activation,
+        written=one.state + n * one.node_out // 2,
     )
 
 

@@ -61,6 +61,7 @@ def chain(plan: Plan) -> list[Job]:
                 *_from(plan, sglang.fold_verify),
                 baselines.chain_wy(),
                 fused_recurrent(),
+                fused_recurrent(rerun=True),
                 baselines.snapshots(),
             ],
             baseline="SGLang" if plan.folder else "chain WY",

@@ -19,7 +19,7 @@ from specla.ops.contract import Factors
 from specla.ops.gdn import Inputs
 
 TILE_ELEMENTS, NUM_WARPS = 4096, 4
-WY_NODES = 16
+WY_NODES, WY_ROWS, WY_COLUMNS = 16, 64, 64
 
 
 class ReadTile(NamedTuple):
@@ -110,10 +110,13 @@ def chain_wy(
     entries [B, T]: the pending log, replayed on the live tile. u, o [M, G, V].
     """
     assert num_nodes <= WY_NODES, f"one block of {WY_NODES} nodes, got {num_nodes}"
-    _chain_wy_kernel[_grid(S, slot)](
+    _, heads, rows, keys = S.shape
+    tile, step = min(rows, WY_ROWS), min(keys, WY_COLUMNS)
+    _chain_wy_kernel[(rows // tile, heads, slot.numel())](
         S, slot, factors.k, factors.u, factors.g, entries,
-        x.q, x.k, x.v, x.g, x.beta, u, o,
-        entries.shape[1], factors.k.shape[1], num_nodes, **_sizes(S, x), N=WY_NODES,
+        x.q, x.k, x.v, x.g, x.beta, u, o, entries.shape[1], factors.k.shape[1], num_nodes,
+        H=x.k.shape[1], G=heads, V=rows, K=keys, BV=tile, CK=step, N=WY_NODES,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -186,20 +189,6 @@ def _read_out(
     tl.store(o_ptr + value, tl.sum(S * tl.load(q_ptr + key)[None, :], axis=1))
 
 
-@triton.jit
-def _log(
-    S, slot, entries_ptr, k_ptr, u_ptr, g_ptr, log_len, num_entries,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """S with log entries [T] replayed on it."""
-    for j in range(0, log_len):
-        entry = slot * num_entries + tl.load(entries_ptr + j)
-        key, value, gate = _vectors(entry, H, G, V, K, BV)
-        k, u, g = tl.load(k_ptr + key), tl.load(u_ptr + value), tl.load(g_ptr + gate)
-        S = S * tl.exp(g) + u[:, None] * k[None, :]
-    return S
-
-
 @triton.jit(do_not_specialize=["num_nodes"])
 def _snapshot_kernel(
     S_ptr, slot_ptr, parents_ptr, saved_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, o_ptr,
@@ -240,7 +229,10 @@ def _commit_kernel(
     at = S_ptr + _tile(slot, G, V, K, BV)
     entries_ptr += b * log_len
     S = tl.load(at)
-    S = _log(S, slot, entries_ptr, k_ptr, u_ptr, g_ptr, log_len, num_entries, H, G, V, K, BV)
+    for j in range(0, log_len):
+        key, value, gate = _vectors(slot * num_entries + tl.load(entries_ptr + j), H, G, V, K, BV)
+        k, u, g = tl.load(k_ptr + key), tl.load(u_ptr + value), tl.load(g_ptr + gate)
+        S = S * tl.exp(g) + u[:, None] * k[None, :]
     tl.store(at, S)
 
 
@@ -287,48 +279,56 @@ def _decode_kernel(
 def _chain_wy_kernel(
     S_ptr, slot_ptr, log_k_ptr, log_u_ptr, log_g_ptr, entries_ptr,
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, u_ptr, o_ptr, log_len, num_entries, num_nodes,
-    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, BV: tl.constexpr,
-    N: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    BV: tl.constexpr, CK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     b, head = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slot_ptr + b)
-    S = tl.load(S_ptr + _tile(slot, G, V, K, BV))
+    key_head = head // (G // H)
     entries_ptr += b * log_len
-    S = _log(
-        S, slot, entries_ptr, log_k_ptr, log_u_ptr, log_g_ptr, log_len, num_entries,
-        H, G, V, K, BV,
-    )  # fmt: skip
-
     i = tl.arange(0, N)
     used = i < num_nodes
     m = b * num_nodes + i
-    keys = (m * H + head // (G // H))[:, None] * K + tl.arange(0, K)[None, :]
-    column = tl.program_id(0) * BV + tl.arange(0, BV)
-    values = (m * G + head)[:, None] * V + column[None, :]
-    k = tl.load(k_ptr + keys, mask=used[:, None], other=0.0)
-    q = tl.load(q_ptr + keys, mask=used[:, None], other=0.0)
+    row = tl.program_id(0) * BV + tl.arange(0, BV)
+
+    # One pass over K: the state's chunk with the log replayed on it, against k and q.
+    k_S, q_S = tl.zeros([N, BV], tl.float32), tl.zeros([N, BV], tl.float32)
+    k_k, q_k = tl.zeros([N, N], tl.float32), tl.zeros([N, N], tl.float32)
+    for start in range(0, K, CK):
+        column = start + tl.arange(0, CK)
+        S = tl.load(
+            S_ptr + ((slot.to(tl.int64) * G + head) * V + row)[:, None] * K + column[None, :]
+        )
+        for j in range(0, log_len):
+            entry = slot * num_entries + tl.load(entries_ptr + j)
+            log_k = tl.load(log_k_ptr + (entry * H + key_head) * K + column)
+            log_u = tl.load(log_u_ptr + (entry * G + head) * V + row)
+            g = tl.load(log_g_ptr + entry * G + head)
+            S = S * tl.exp(g) + log_u[:, None] * log_k[None, :]
+        keys = (m * H + key_head)[:, None] * K + column[None, :]
+        k = tl.load(k_ptr + keys, mask=used[:, None], other=0.0)
+        q = tl.load(q_ptr + keys, mask=used[:, None], other=0.0)
+        k_S = tl.dot(k, tl.trans(S), k_S, input_precision="tf32")
+        q_S = tl.dot(q, tl.trans(S), q_S, input_precision="tf32")
+        k_k = tl.dot(k, tl.trans(k), k_k, input_precision="tf32")
+        q_k = tl.dot(q, tl.trans(k), q_k, input_precision="tf32")
+
+    values = (m * G + head)[:, None] * V + row[None, :]
     v = tl.load(v_ptr + values, mask=used[:, None], other=0.0)
     g = tl.load(g_ptr + m * G + head, mask=used, other=0.0)
     beta = tl.load(beta_ptr + m * G + head, mask=used, other=0.0)
-
     total = tl.cumsum(g, axis=0)
     before = i[:, None] > i[None, :]
-    gap = tl.where(
-        before | (i[:, None] == i[None, :]), total[:, None] - total[None, :], float("-inf")
-    )
-    decay = tl.exp(gap)
-    A = tl.where(
-        before, beta[:, None] * decay * tl.dot(k, tl.trans(k), input_precision="tf32"), 0.0
-    )
+    gap = total[:, None] - total[None, :]
+    decay = tl.exp(tl.where(before | (i[:, None] == i[None, :]), gap, float("-inf")))
+    A = tl.where(before, beta[:, None] * decay * k_k, 0.0)
     grow = tl.exp(total)[:, None]
-    S_t = tl.trans(S)
-    u = beta[:, None] * (v - grow * tl.dot(k, S_t, input_precision="tf32"))
+    u = beta[:, None] * (v - grow * k_S)
     for j in range(0, num_nodes - 1):
         # Substitution by columns: node j is solved, take it out of the nodes below.
         solved = tl.sum(tl.where((i == j)[:, None], u, 0.0), axis=0)
         weight = tl.sum(tl.where((i == j)[None, :], A, 0.0), axis=1)
         u -= weight[:, None] * solved[None, :]
     tl.store(u_ptr + values, u, mask=used[:, None])
-    P = decay * tl.dot(q, tl.trans(k), input_precision="tf32")
-    o = grow * tl.dot(q, S_t, input_precision="tf32") + tl.dot(P, u, input_precision="tf32")
+    o = grow * q_S + tl.dot(decay * q_k, u, input_precision="tf32")
     tl.store(o_ptr + values, o, mask=used[:, None])
