@@ -167,7 +167,7 @@ def walk_wy(
         "PRECISION": precision,
         "PDL": pdl,
     }
-    solve_kernel[(s.num_value_heads, num_rows)](
+    solve_kernel[(s.num_value_heads, num_rows, 2)](
         *(factors.k, factors.g, workspace.q, workspace.beta, *form, *rows, *sizes),
         CHUNK=min(s.key_dim, 64),
         **constants,
@@ -333,6 +333,10 @@ def _apply_kernel(
             FOLD_PRECISION,
         )  # fmt: skip
 
+    i = tl.arange(0, NODES)
+    used = (i < n)[None, :]
+    at = (m + i)[None, :] * (G * V) + head * V + tile * ROWS + row
+    v = tl.load(v_ptr + at, mask=used, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -344,14 +348,10 @@ def _apply_kernel(
     )  # fmt: skip
 
     # What log and state say of each value, against the value: corrections, once solved.
-    i = tl.arange(0, NODES)
-    used = (i < n)[None, :]
-    at = (m + i)[None, :] * (G * V) + head * V + tile * ROWS + row
     o, told = tl.split(tl.reshape(acc, [ROWS, NODES, 2]))
-    wrong = tl.load(v_ptr + at, mask=used, other=0.0).to(tl.float32) - told
     solution_at = solution_ptr + (problem * (2 * NODES) + c[None, :]) * NODES + i[:, None]
     acc = tl.reshape(tl.join(o, tl.zeros([ROWS, NODES], tl.float32)), [ROWS, 2 * NODES])
-    acc = tl.dot(wrong, tl.load(solution_at), acc, input_precision=PRECISION)
+    acc = tl.dot(v - told, tl.load(solution_at), acc, input_precision=PRECISION)
     o, u = tl.split(tl.reshape(acc, [ROWS, NODES, 2]))
     tl.store(o_ptr + at, o, mask=used)
     tl.store(u_at + (candidates + i)[None, :] * (G * V), u, mask=used)

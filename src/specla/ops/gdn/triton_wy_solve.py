@@ -73,46 +73,70 @@ def _invert(A, NODES: tl.constexpr):
     if BLOCKS == 1:
         out = tl.reshape(T, [NODES, NODES])
     else:
-        A = tl.reshape(tl.where(same, 0.0, A), [BLOCKS, _BLOCK, NODES])
-        out = tl.reshape(tl.where(same, T[:, :, None, :], 0.0), [NODES, NODES])
-        block = tl.arange(0, BLOCKS)[:, None, None]
-        for i in tl.static_range(1, BLOCKS):
-            across = tl.sum(tl.where(block == i, A, 0.0), axis=0)
-            within = tl.sum(tl.where(block == i, T, 0.0), axis=0)
-            rows = tl.dot(across, out, input_precision="tf32x3")
-            rows = tl.dot(within, rows, input_precision="tf32x3")
-            out -= tl.reshape(tl.where(block == i, rows[None, :, :], 0.0), [NODES, NODES])
+        # Block rows: T_i = D_i - D_i A_i T with T the rows above. Round i has rows 0 .. i right,
+        # each from right ones; what it makes of the others is not used.
+        D = tl.reshape(tl.where(same, T[:, :, None, :], 0.0), [NODES, NODES])
+        A = tl.reshape(tl.where(same, 0.0, A), [NODES, NODES])
+        DA = tl.dot(D, A, input_precision="tf32x3")
+        out = D
+        for _ in range(1, BLOCKS):
+            out = D - tl.dot(DA, out, input_precision="tf32x3")
     return out
 
 
 @triton.jit
+def _scores(
+    x_at, x_used, y_at, y_used,
+    K: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x y^T over K; x_at and y_at point to columns 0 .. CHUNK - 1 of their rows."""
+    out = tl.zeros([x_at.shape[0], y_at.shape[0]], tl.float32)
+    for start in range(0, K, CHUNK):
+        x = tl.load(x_at + start, mask=x_used[:, None], other=0.0)
+        y = tl.load(y_at + start, mask=y_used[:, None], other=0.0)
+        out = tl.dot(x, tl.trans(y), out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+def _solve_tree(
+    q_at, k_at, used, above, total, beta, solution_ptr,
+    K: tl.constexpr, NODES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """T and P T."""
+    node = tl.arange(0, NODES)
+    decay = tl.exp(tl.where(above, total[:, None] - total[None, :], float("-inf")))
+    A = beta[:, None] * decay * _scores(k_at, used, k_at, used, K, CHUNK, PRECISION)
+    T = _invert(tl.where(node[:, None] == node[None, :], 0.0, A), NODES) * beta[None, :]
+    P = decay * _scores(q_at, used, k_at, used, K, CHUNK, PRECISION)
+    at = solution_ptr + (2 * node)[:, None] * NODES + node[None, :]
+    tl.store(at, tl.dot(P, T, input_precision="tf32x3"))
+    tl.store(at + NODES, T)
+
+
+@triton.jit
 def _read_log(
-    k_at, q_at, used, total, log_k, log_g, places_ptr, reads_ptr, ring_len, log_len, end,
+    q_at, k_at, used, total, log_k, log_g, places_ptr, reads_ptr, ring_len, log_len, end,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, NODES: tl.constexpr, LOG: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """E and F, block by block; and the keys of the path on their way to the ring, below `end`."""
+    """F and E, block by block; and the keys of the path on their way to the ring, below `end`."""
     node = tl.arange(0, NODES)
     chunk = tl.arange(0, CHUNK)[None, :]
     for first in range(0, log_len, _BLOCK):
         j = first + tl.arange(0, _BLOCK)
+        e_at = log_k + tl.load(places_ptr + j)[:, None] * (H * K) + chunk
+        F = _scores(q_at, used, e_at, j < log_len, K, CHUNK, PRECISION)
+        E = _scores(k_at, used, e_at, j < log_len, K, CHUNK, PRECISION)
         left, _ = log_decay(log_g, places_ptr, j, log_len, G, LOG)
-        place = tl.load(places_ptr + j)
-        e_at = log_k + place[:, None] * (H * K) + chunk
-        ring_at = log_k + j[:, None] * (H * K) + chunk
-        F = tl.zeros([NODES, _BLOCK], tl.float32)
-        E = tl.zeros([NODES, _BLOCK], tl.float32)
-        for start in range(0, K, CHUNK):
-            e = tl.load(e_at + start, mask=(j < log_len)[:, None], other=0.0)
-            k = tl.load(k_at + start, mask=used[:, None], other=0.0)
-            q = tl.load(q_at + start, mask=used[:, None], other=0.0)
-            F = tl.dot(q, tl.trans(e), F, input_precision=PRECISION)
-            E = tl.dot(k, tl.trans(e), E, input_precision=PRECISION)
-            tl.store(ring_at + start, e, mask=((j >= ring_len) & (j < end))[:, None])
         decay = tl.exp(total[:, None] + left[None, :])
         at = reads_ptr + (2 * node)[:, None] * LOG + j[None, :]
         tl.store(at, decay * F)
         tl.store(at + LOG, decay * E)
+        moving = ((j >= ring_len) & (j < end))[:, None]
+        for start in range(0, K, CHUNK):
+            e = tl.load(e_at + start, mask=moving, other=0.0)
+            tl.store(log_k + j[:, None] * (H * K) + chunk + start, e, mask=moving)
 
 
 @triton.jit(
@@ -128,11 +152,11 @@ def solve_kernel(
 ):  # fmt: skip
     head, b = tl.program_id(0), tl.program_id(1)
     key_head = head // (G // H)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     n = tl.load(num_nodes_ptr + b)
     if n == 0:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
         return
     slot = tl.load(slot_ptr + b).to(tl.int64)
     bank = tl.load(bank_ptr + b)
@@ -144,46 +168,37 @@ def solve_kernel(
     log_g = g_ptr + slot * num_entries * G + head
     problem = (b * G + head).to(tl.int64)
     m = b * num_columns
-
-    # Scores.
     node = tl.arange(0, NODES)
     used = node < n
+    bits = tl.load(ancestors_ptr + m + node, mask=used, other=0)
+    above = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+    g = tl.load(log_g + (candidates + node) * G, mask=used, other=0.0)
+    total = tl.sum(tl.where(above, g[None, :], 0.0), axis=1)
     chunk = tl.arange(0, CHUNK)[None, :]
     k_at = log_k + (candidates + node)[:, None] * (H * K) + chunk
     q_at = q_ptr + ((m + node)[:, None] * H + key_head) * K + chunk
-    kk = tl.zeros([NODES, NODES], tl.float32)
-    qk = tl.zeros([NODES, NODES], tl.float32)
-    for start in range(0, K, CHUNK):
-        k = tl.load(k_at + start, mask=used[:, None], other=0.0)
-        q = tl.load(q_at + start, mask=used[:, None], other=0.0)
-        kk = tl.dot(k, tl.trans(k), kk, input_precision=PRECISION)
-        qk = tl.dot(q, tl.trans(k), qk, input_precision=PRECISION)
-
-    # Decay along paths.
-    bits = tl.load(ancestors_ptr + m + node, mask=used, other=0)
-    above = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
-    g = tl.load(log_g + (candidates + node) * G, mask=used, other=0.0)
-    total = tl.sum(tl.where(above, g[None, :], 0.0), axis=1)
-    decay = tl.exp(tl.where(above, total[:, None] - total[None, :], float("-inf")))
-    beta = tl.load(beta_ptr + (m + node) * G + head, mask=used, other=0.0)
-
-    A = tl.where(node[:, None] == node[None, :], 0.0, beta[:, None] * decay * kk)
-    T = _invert(A, NODES) * beta[None, :]
-    PT = tl.dot(decay * qk, T, input_precision="tf32x3")
-    at = solution_ptr + (problem * (2 * NODES) + (2 * node)[:, None]) * NODES + node[None, :]
-    tl.store(at, PT)
-    tl.store(at + NODES, T)
-
-    # The log. Only what is not folded moves to the ring.
-    j = tl.arange(0, LOG)
-    _, faded = log_decay(log_g, places_ptr, j, log_len, G, LOG)
-    tl.store(decay_ptr + problem * NODES + node, tl.exp(faded + total))
-    end = tl.where(log_len <= threshold, log_len, 0)
-    moving = (j >= ring_len) & (j < end)
-    g = tl.load(log_g + tl.load(places_ptr + j) * G, mask=moving, other=0.0)
-    tl.store(log_g + j * G, g, mask=moving)
-    _read_log(
-        k_at, q_at, used, total, log_k, log_g, places_ptr, reads_ptr + problem * (2 * NODES * LOG),
-        ring_len, log_len, tl.where(head % (G // H) == 0, end, 0),
-        H, G, K, NODES, LOG, CHUNK, PRECISION,
-    )  # fmt: skip
+    # The tree and the log do not need each other.
+    if tl.program_id(2) == 0:
+        beta = tl.load(beta_ptr + (m + node) * G + head, mask=used, other=0.0)
+        _solve_tree(
+            q_at, k_at, used, above, total, beta, solution_ptr + problem * (2 * NODES * NODES),
+            K, NODES, CHUNK, PRECISION,
+        )  # fmt: skip
+    else:
+        # Only what is not folded moves to the ring.
+        end = tl.where(log_len <= threshold, log_len, 0)
+        j = tl.arange(0, LOG)
+        moving = (j >= ring_len) & (j < end)
+        late = tl.load(log_g + tl.load(places_ptr + j) * G, mask=moving, other=0.0)
+        tl.store(log_g + j * G, late, mask=moving)
+        _, faded = log_decay(log_g, places_ptr, j, log_len, G, LOG)
+        tl.store(decay_ptr + problem * NODES + node, tl.exp(faded + total))
+        _read_log(
+            q_at, k_at, used, total, log_k, log_g, places_ptr,
+            reads_ptr + problem * (2 * NODES * LOG), ring_len, log_len,
+            tl.where(head % (G // H) == 0, end, 0), H, G, K, NODES, LOG, CHUNK, PRECISION,
+        )  # fmt: skip
