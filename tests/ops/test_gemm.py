@@ -136,7 +136,7 @@ def test_the_order_of_additions_is_the_weights(
     monkeypatch.setattr(gemm, "INTERPRET", False)
     outputs, inputs = shape
     tiling = tiling_for(outputs, inputs, kind)
-    for count in (1, 16, 17, 64, 65, 128, 511, 512, 1024):
+    for count in (1, 16, 17, 64, 65, 128, 511, 512, 767, 768, 1024):
         for pdl in (False, True):
             launch = launch_for(outputs, inputs, kind, tiling, count, pdl=pdl)
             spans = launch.num_partials * launch.meta["SPANS"]
@@ -175,10 +175,10 @@ def test_every_tile_gives_the_same_bits(kind: Kind) -> None:
     for tiling in (
         base.tiling,
         Tiling(128, 64, span, warps=8),
-        Tiling(64, 64, span, held=256),
+        Tiling(64, 64, span),
         Tiling(64, 128, span, prefetch=256),
     ):
         for pdl in (False, True):
             product = PackedLinear(weight, kind, tiling=tiling, pdl=pdl)
-            for count in (1, 17, 64, 128, 511, 512, 1024):
+            for count in (1, 17, 64, 128, 256, 512, 767, 768, 1024):
                 assert torch.equal(whole(product, x[:count]), want[:count]), (tiling, count)

@@ -16,9 +16,10 @@ Three kinds, by what happens to the sums:
               from IN_REGISTERS rows on the kernel adds them itself, in the same order: S is 1
 
 A decode step is a chain of dependent kernels that each stream a weight once, so what counts is
-that the memory system never waits for the chain. With `pdl` a program asks for its first weights
-before it waits for the kernel that computes its x. Every kernel of such a chain has to wait
-(`gdc_wait`) in every program, or the one after it could overtake the one before.
+that the memory system never waits for the chain. With `pdl` a program may ask for weights before
+it waits for the kernel that computes its x, and lets the next kernel start at once. Every kernel
+of such a chain has to wait (`gdc_wait`) in every program, or the one after it could overtake the
+one before.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ Kind = Literal["plain", "swiglu", "partials"]
 
 MAX_ROWS = 1024
 # Rows from which one program adds all spans of a tile: enough tiles to fill the device without.
-IN_REGISTERS = 512
+IN_REGISTERS = 768
+# Multiprocessors of an H200. Chooses tiles, never spans: no bit depends on it.
+PROCESSORS = 132
 # Rows above which tiles are chosen for arithmetic, not for bytes in flight.
 FEW_ROWS = 64
 # Gate and up rows alternate in groups of 8: both halves of a 16-row fragment of the tensor cores'
@@ -54,21 +57,16 @@ class Tiling(NamedTuple):
 
     block_o, block_k: a weight tile. span: K elements summed in one accumulator, a multiple of
     block_k. warps, stages: of the kernel for few rows.
-    held: K elements at a span's end whose weights are loaded before the wait, into registers.
-    prefetch: K elements at its start that are asked into L2 before the wait. Both are 0 or a
-    power of two, and unused without dependent launch or where a span is shorter.
-    release: when the next kernel may start: 0 at once, 1 after the wait, 2 when the sums are done.
+    prefetch: K elements at a span's start that are asked into L2 before the wait: 0 or a power of
+    two, and unused without dependent launch or where a span is shorter.
     """
 
     block_o: int
     block_k: int
     span: int
     warps: int = 4
-    stages: int = 4
-    held: int = 0
+    stages: int = 5
     prefetch: int = 0
-    release: int = 2
-    bulk: bool = True
 
 
 class Launch(NamedTuple):
@@ -82,28 +80,31 @@ class Launch(NamedTuple):
 def tiling_for(outputs: int, inputs: int, kind: Kind) -> Tiling:
     """The cut of a weight [outputs, inputs]; see `Tiling`."""
     block_k = min(128, max(16, triton.next_power_of_2(inputs)))
-    if kind != "partials":
-        return Tiling(64, block_k, inputs)
-    # About one tile and span per multiprocessor of the largest devices; never of this device, or
-    # bits would depend on it.
-    spans = max(1, 128 // triton.cdiv(outputs, 64))
-    span = triton.cdiv(triton.cdiv(inputs, spans), block_k) * block_k
-    return Tiling(64, block_k, span)
+    tiles = triton.cdiv(outputs, 64)
+    if kind == "partials":
+        # About one tile and span per multiprocessor of the largest devices; never of this device,
+        # or bits would depend on it.
+        spans = max(1, 128 // tiles)
+        span = triton.cdiv(triton.cdiv(inputs, spans), block_k) * block_k
+        return Tiling(64, block_k, span)
+    if 1.1 * PROCESSORS < tiles <= 2 * PROCESSORS:
+        # One round of taller tiles, not two of which the second is half empty.
+        return Tiling(128, min(64, block_k), inputs, stages=6)
+    return Tiling(64, block_k, inputs, prefetch=256)
 
 
 def launch_for(
     outputs: int, inputs: int, kind: Kind, tiling: Tiling, num_rows: int, *, pdl: bool = False
 ) -> Launch:
     """How to call the kernel for `num_rows` rows. Raises nothing; asserts on a bad tiling."""
-    t = tiling if num_rows <= FEW_ROWS or INTERPRET else _for_many_rows(tiling)
-    block_m = 16 if INTERPRET else min(128, max(16, triton.next_power_of_2(num_rows)))
-    spans = triton.cdiv(inputs, t.span)
-    in_registers = num_rows >= IN_REGISTERS
-    assert spans == 1 or (kind == "partials" and t.span % t.block_k == 0)
-    held = t.held if pdl and inputs % t.span == 0 else 0
-    assert (t.span - held) % t.block_k == 0 or held == 0
-    shortest = inputs - (spans - 1) * t.span - held
-    grid_spans = 1 if in_registers else spans
+    spans = triton.cdiv(inputs, tiling.span)
+    assert spans == 1 or (kind == "partials" and tiling.span % tiling.block_k == 0)
+    grid_spans = 1 if num_rows >= IN_REGISTERS else spans
+    t, block_m = tiling, 16
+    if num_rows > FEW_ROWS and not INTERPRET:
+        t, block_m = _for_many_rows(tiling, num_rows, outputs, grid_spans)
+    elif not INTERPRET:
+        block_m = max(16, triton.next_power_of_2(num_rows))
     meta = {
         "OUT": outputs,
         "IN": inputs,
@@ -113,10 +114,7 @@ def launch_for(
         "BLOCK_M": block_m,
         "BLOCK_K": t.block_k,
         "KIND": kind,
-        "HELD": held,
-        "PREFETCH": t.prefetch if pdl and t.prefetch <= shortest else 0,
-        "BULK": t.bulk,
-        "RELEASE": t.release,
+        "PREFETCH": t.prefetch if pdl and t.prefetch <= inputs - (spans - 1) * t.span else 0,
         "PDL": pdl,
         "num_warps": t.warps,
         "num_stages": _stages(t, block_m),
@@ -126,9 +124,21 @@ def launch_for(
     return Launch(grid, grid_spans, meta)
 
 
-def _for_many_rows(t: Tiling) -> Tiling:
-    """The same sums in tiles for arithmetic: each weight serves 128 rows."""
-    return Tiling(128, min(64, t.block_k), t.span, warps=8, stages=4, release=t.release)
+def _for_many_rows(t: Tiling, num_rows: int, outputs: int, spans: int) -> tuple[Tiling, int]:
+    """The same sums in tiles for arithmetic, and rows per tile: the least time, were every round
+    of tiles full (microseconds at K = 2,048 on an H200; two tiles of the first kind share a
+    processor)."""
+
+    def cost(block_o: int, block_m: int, slots: int, time: int) -> int:
+        tiles = triton.cdiv(outputs, block_o) * triton.cdiv(num_rows, block_m) * spans
+        if slots > PROCESSORS >= tiles:
+            return 15
+        return int(triton.cdiv(tiles, slots)) * time
+
+    kinds = (64, 128, 2 * PROCESSORS, 20), (128, 128, PROCESSORS, 17), (128, 256, PROCESSORS, 28)
+    block_o, block_m = min(kinds, key=lambda k: cost(*k))[:2]
+    tile = Tiling(block_o, min(64, t.block_k), t.span, warps=block_o // 16, stages=4)
+    return tile, block_m
 
 
 def _stages(t: Tiling, block_m: int) -> int:
@@ -234,48 +244,18 @@ def _add_product(acc, w, x):
 
 
 @triton.jit
-def _later(x):
-    """x. Keeps a load's result in registers up to here, instead of in shared memory."""
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
-    )
-
-
-@triton.jit
-def _request(w_ptr, o, o_left, IN: tl.constexpr, COUNT: tl.constexpr, BULK: tl.constexpr):
+def _request(w_ptr, o, o_left, IN: tl.constexpr, COUNT: tl.constexpr):
     """Ask for the first COUNT elements of each weight row into L2."""
     w_ptr += tl.minimum(o, o_left - 1)[:, None] * IN
-    if BULK:
-        ptrs = w_ptr + tl.arange(0, 2)[None, :] * (COUNT // 2)
-        size = tl.full([1, 1], COUNT, tl.int32)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [ptrs.to(tl.int64), size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        ptrs = w_ptr + tl.arange(0, COUNT // 64)[None, :] * 64
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [ptrs.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def _wait(RELEASE: tl.constexpr):
-    """For the kernel before this one."""
-    if RELEASE == 0:
-        tl.extra.cuda.gdc_launch_dependents()
-    tl.extra.cuda.gdc_wait()
-    if RELEASE == 1:
-        tl.extra.cuda.gdc_launch_dependents()
+    ptrs = w_ptr + tl.arange(0, 2)[None, :] * (COUNT // 2)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [ptrs.to(tl.int64), tl.full([1, 1], COUNT, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -313,10 +293,7 @@ def _gemm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     KIND: tl.constexpr,
-    HELD: tl.constexpr,
     PREFETCH: tl.constexpr,
-    BULK: tl.constexpr,
-    RELEASE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (token tile, weight tile, span): SPANS spans of K, added in order."""
@@ -329,29 +306,22 @@ def _gemm_kernel(
     FULL_K: tl.constexpr = IN % SPAN == 0 and SPAN % BLOCK_K == 0
     FULL: tl.constexpr = FULL_K and OUT % BLOCK_O == 0
 
-    held_k = begin + SPAN - HELD + tl.arange(0, max(HELD, 1))
-    if HELD > 0:
-        held = _weights(w_ptr, o, held_k, o_left, IN, FULL)
     if PREFETCH > 0:
-        _request(w_ptr + begin, o, o_left, IN, PREFETCH, BULK)
+        _request(w_ptr + begin, o, o_left, IN, PREFETCH)
     if PDL:
-        _wait(RELEASE)
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
     total = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
     for s in tl.range(0, SPANS, num_stages=1):
         acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
         start = begin + s * SPAN
-        stop = tl.minimum(start + SPAN, IN) if IN % SPAN != 0 else start + SPAN - HELD
+        stop = tl.minimum(start + SPAN, IN) if IN % SPAN != 0 else start + SPAN
         for k0 in tl.range(start, stop, BLOCK_K):
             k = k0 + tl.arange(0, BLOCK_K)
             w = _weights(w_ptr, o, k, o_left, IN, FULL)
             acc = _add_product(acc, w, _tokens(x_ptr, m, k, num_rows, IN, FULL_K))
-        if HELD > 0:
-            x = _tokens(x_ptr, m, held_k, num_rows, IN, FULL_K)
-            acc = _add_product(acc, _later(held), x)
         total += acc
-    if PDL and RELEASE == 2:
-        tl.extra.cuda.gdc_launch_dependents()
 
     if KIND == "swiglu":
         value = _swiglu(total, out_ptr.dtype.element_ty, BLOCK_O, BLOCK_M)

@@ -29,7 +29,7 @@ def embed_norm(
     eps: float,
     *,
     pdl: bool = False,
-    early: bool = True,
+    early: bool = False,
 ) -> None:
     """x = embeddings[tokens], h = rms_norm(x) * weight.
 
@@ -67,7 +67,7 @@ def add_partials_norm(
     num_partials: int,
     max_partials: int,
     pdl: bool = False,
-    early: bool = True,
+    early: bool = False,
 ) -> None:
     """x += the sum of partials, rounded first, in place; h = rms_norm(x) * weight.
 
@@ -105,7 +105,7 @@ def gated_norm(
     eps: float,
     *,
     pdl: bool = False,
-    early: bool = True,
+    early: bool = False,
 ) -> None:
     """out = rms_norm(o) * weight * silu(gate), per head, rounded once.
 
