@@ -115,7 +115,7 @@ class Case:
 
     def _workspace(self) -> Workspace:
         space = Workspace.allocate(self.shape, len(self.rows) * self.N, torch.float32, "cpu")
-        for tensor in space:
+        for tensor in (space.q, space.v, space.beta, space.o):
             tensor.fill_(NAN)
         return space
 
@@ -173,7 +173,7 @@ class Case:
             ring_len=ints([r.ring_len for r in rows]),
             path_len=ints([len(r.path) for r in rows]),
             path=ints([wide(r.path, self.Nmax) for r in rows]),
-            walk=ints([[0] for _ in rows]),
+            walk=ints([[[0]] for _ in rows]),
         )
 
     def run(self, precision: str = "tf32x3", tile: Tile | None = None) -> Case:
@@ -250,7 +250,6 @@ def test_ancestors(size: int) -> None:
     assert (out[3 * size :] == 77).all()
 
 
-SHAPES = {"G2H": shape(), "G4H2": shape(2, 4, 16, 32), "K64": shape(1, 1, 64, 16)}
 MIXED = (
     Row(parents=TREES["binary"]),
     Row(parents=TREES["out of order"], ring_len=2, path=(0, 3), bank=1),
@@ -261,14 +260,16 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("s", "precision"), [("G2H", "tf32x3"), ("G4H2", "tf32x3"), ("K64", "tf32x3"), ("G2H", "tf32")]
-)
-def test_rows_of_all_kinds(s: str, precision: str) -> None:
-    Case(rows(*MIXED), SHAPES[s], nodes=16).run(precision).check(LIMIT[precision])
+@pytest.mark.parametrize("s", [shape(), shape(2, 2, 16, 32)], ids=["G2H", "H2"])
+def test_rows_of_all_kinds(s: RecurrentShape) -> None:
+    Case(rows(*MIXED), s, nodes=16).run().check()
 
 
-@pytest.mark.parametrize("size", [1, 2, 15, 17, 33, 64])
+def test_tf32() -> None:
+    Case(rows(*MIXED[:2]), shape(), nodes=16).run("tf32").check(LIMIT["tf32"])
+
+
+@pytest.mark.parametrize("size", [1, 15, 33, 64])
 def test_random_trees(size: int) -> None:
     trees = [random_parents(size, size, 3), random_parents(size + 1, size)]
     Case([Row(parents=t, path=(0,)) for t in trees], shape(), nodes=size, R=0).run().check()
@@ -277,7 +278,7 @@ def test_random_trees(size: int) -> None:
 @pytest.mark.parametrize("threshold", [0, 4, 20])
 def test_logs_of_every_length(threshold: int) -> None:
     """From empty to R + N entries, folded in one pass over S or in several, or moved."""
-    logs = [(0, 0), (1, 0), (0, 1), (4, 0), (3, 1), (4, 2), (9, 8), (20, 0), (20, 16)]
+    logs = [(0, 0), (0, 1), (4, 0), (4, 1), (9, 8), (20, 0), (20, 16)]
     cases = [
         Row(parents=TREES["comb"], ring_len=ring, path=sorted({*range(path)}), bank=i % 2)
         for i, (ring, path) in enumerate(logs)
@@ -297,7 +298,7 @@ def hard_keys(correlation: float, count: int, s: RecurrentShape) -> Inputs:
 
 
 @pytest.mark.parametrize("correlation", [0.9, 1.0], ids=["alike", "repeated"])
-@pytest.mark.parametrize("size", [16, 33, 64])
+@pytest.mark.parametrize("size", [16, 64])
 def test_keys_that_are_alike(size: int, correlation: float) -> None:
     """Powers of A fail here from 32 nodes on."""
     s = shape(1, 1)
@@ -309,25 +310,22 @@ def test_keys_that_are_alike(size: int, correlation: float) -> None:
     Case(cases, s, nodes=size, R=0).run().check()
 
 
-@pytest.mark.parametrize("fastest", [-2.5, -20.0])
-def test_strong_decay(fastest: float) -> None:
+def test_strong_decay() -> None:
     """e^-G would overflow from 36 nodes of -2.5 on."""
-    s, cases = shape(), []
-    for parents in (chain(64), random_parents(3, 50, 2)):
+    s, cases = shape(1, 1), []
+    for parents, g in ((chain(64), -2.5), (random_parents(3, 50, 2), -2.5), (chain(20), -20.0)):
         x = random_inputs(9, len(parents), s, dtype=torch.float32, max_beta=1.0)
-        cases.append(
-            Row(parents=parents, path=(0,), x=x._replace(g=torch.full_like(x.g, fastest)))
-        )
+        cases.append(Row(parents=parents, path=(0,), x=x._replace(g=torch.full_like(x.g, g))))
     Case(cases, s, nodes=64, R=0).run().check()
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 16, 4, 2, False, 1), Tile(32, 64, 4, 1, False, 1)])
 def test_tiles(tile: Tile) -> None:
-    Case(rows(*MIXED), shape(1, 2, 64, 32), nodes=16).run(tile=tile).check()
+    Case(rows(*MIXED[:2]), shape(1, 1, 64, 32), nodes=16).run(tile=tile).check()
 
 
 def test_runs_repeat() -> None:
-    runs = [Case(rows(*MIXED[:2]), shape(), nodes=16).run("tf32") for _ in range(2)]
+    runs = [Case(rows(MIXED[1]), shape(1, 1), nodes=16).run("tf32") for _ in range(2)]
     assert same(runs[0].o, runs[1].o)
     assert same(runs[0].S, runs[1].S)
     assert same(runs[0].factors.u, runs[1].factors.u)

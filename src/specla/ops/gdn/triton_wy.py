@@ -205,12 +205,26 @@ def _fold_width(threshold: int) -> int:
 
 
 @triton.jit
-def _rounded(x, PRECISION: tl.constexpr):
-    """To the nearest tf32, where the product would cut the lower bits off. It also takes S to
-    registers: the compiler must not refill the buffer of a product that still reads it."""
+def _rounded(x):
+    """To the nearest tf32, where a product would cut the lower bits off."""
+    x = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot(x, y, acc, PRECISION: tl.constexpr):
+    """acc + x y. x comes to the product in registers, by way of a rounding or a split: a load
+    that others use as well must not be refilled while a product still reads it."""
     if PRECISION == "tf32":
-        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return x
+        acc = tl.dot(_rounded(x), y, acc, input_precision="tf32")
+    elif PRECISION == "tf32x3":
+        x_high, y_high = _rounded(x), _rounded(y)
+        acc = tl.dot(x - x_high, y_high, acc, input_precision="tf32")
+        acc = tl.dot(x_high, y - y_high, acc, input_precision="tf32")
+        acc = tl.dot(x_high, y_high, acc, input_precision="tf32")
+    else:
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -241,7 +255,7 @@ def _fold_rest(
             k_there = k_at + place[:, None] * (H * K) + start
             k = tl.load(k_there, mask=mask[:, None], other=0.0)
             S = tl.load(S_at + start)
-            tl.store(S_at + start, tl.dot(u, k, S, input_precision=PRECISION))
+            tl.store(S_at + start, _dot(u, k, S, PRECISION))
 
 
 @triton.jit
@@ -256,7 +270,7 @@ def _add_log(
         mask = j < log_len
         u = tl.load(u_at + place[None, :] * (G * V), mask=mask[None, :], other=0.0)
         reads = tl.load(reads_at + j[:, None], mask=mask[:, None], other=0.0)
-        acc = tl.dot(u, reads, acc, input_precision=PRECISION)
+        acc = _dot(u, reads, acc, PRECISION)
         moving = (j >= ring_len) & (j < end)
         tl.store(u_at + j[None, :] * (G * V), u, mask=moving[None, :])
     return acc
@@ -323,9 +337,9 @@ def _apply_kernel(
         S = tl.load(S_at + start)
         x = tl.load(x_at + start, mask=(node < n)[:, None], other=0.0)
         e = tl.load(e_at + start, mask=folded[:, None], other=0.0)
-        acc = tl.dot(_rounded(S, PRECISION), tl.trans(x), acc, input_precision=PRECISION)
+        acc = _dot(S, tl.trans(x), acc, PRECISION)
         if due:
-            tl.store(S_at + start, tl.dot(u, e, S * fade, input_precision=FOLD_PRECISION))
+            tl.store(S_at + start, _dot(u, e, S * fade, FOLD_PRECISION))
     if due:
         _fold_rest(
             S_at, u_at, k_at, log_g, places_ptr, log_len,
@@ -351,7 +365,7 @@ def _apply_kernel(
     o, told = tl.split(tl.reshape(acc, [ROWS, NODES, 2]))
     solution_at = solution_ptr + (problem * (2 * NODES) + c[None, :]) * NODES + i[:, None]
     acc = tl.reshape(tl.join(o, tl.zeros([ROWS, NODES], tl.float32)), [ROWS, 2 * NODES])
-    acc = tl.dot(v - told, tl.load(solution_at), acc, input_precision=PRECISION)
+    acc = _dot(v - told, tl.load(solution_at), acc, PRECISION)
     o, u = tl.split(tl.reshape(acc, [ROWS, NODES, 2]))
     tl.store(o_ptr + at, o, mask=used)
     tl.store(u_at + (candidates + i)[None, :] * (G * V), u, mask=used)
