@@ -151,7 +151,8 @@ class DeviceRound(NamedTuple):
     ring_len, path_len [B], path [B, N_max]: the log is ring entries 0 .. ring_len - 1, then
         entries R + bank * N_max + path[0 .. path_len - 1]. A fold is due iff it is longer than
         the threshold that the kernels are given.
-    walk [B, 1 + capacity]: the trees compiled by `ops.walk.compile_walks`; word 0 is the count.
+    walk [B, P, 1 + capacity]: the trees compiled by `ops.walk.compile_walks` into P parts each;
+        word 0 is the count.
     """
 
     slot: Tensor

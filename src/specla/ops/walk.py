@@ -16,6 +16,10 @@ One int32 word per operation:
 
 At most N walks and N^2 / 12 replays: a light subtree has at most half of the nodes, and m nodes
 cannot ask for more than (m / 2)^2 replays. `capacity` leaves room for N^2 / 8.
+
+A row's walk may be cut into P parts for P programs, where one program's latency is what counts:
+each takes a run of nodes in the order above, after walking the ancestors of its first one. Nodes
+that several parts walk get the same bits from each.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ _WALK, _RESTORE, _SAVE = tl.constexpr(WALK), tl.constexpr(RESTORE), tl.constexpr
 
 
 def capacity(max_nodes: int) -> int:
-    """Most operations of a walk over `max_nodes` nodes."""
-    return max_nodes + max_nodes * max_nodes // 8
+    """Most operations of a walk over `max_nodes` nodes, or of one of its parts."""
+    return 2 * max_nodes + max_nodes * max_nodes // 8
 
 
 def compile_walks(rnd: DeviceRound) -> None:
-    """Fill rnd.walk from rnd.parents and rnd.num_nodes; one program per row, no host work."""
+    """Fill rnd.walk [B, P, words] from rnd.parents and rnd.num_nodes; one program per row, no
+    host work."""
     num_rows, num_nodes = rnd.parents.shape
     block = max(2, triton.next_power_of_2(num_nodes))
     _compile_kernel[(num_rows,)](
@@ -45,7 +50,8 @@ def compile_walks(rnd: DeviceRound) -> None:
         rnd.num_nodes,
         rnd.walk,
         num_nodes,
-        rnd.walk.shape[1],
+        rnd.walk.shape[2],
+        PARTS=rnd.walk.shape[1],
         BLOCK=block,
         num_warps=4 if block > 16 else 1,
     )
@@ -65,7 +71,13 @@ def _down(x, row, column):
 
 @triton.jit(do_not_specialize=["num_columns", "stride"])
 def _compile_kernel(
-    parents_ptr, num_nodes_ptr, walk_ptr, num_columns, stride, BLOCK: tl.constexpr
+    parents_ptr,
+    num_nodes_ptr,
+    walk_ptr,
+    num_columns,
+    stride,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     b = tl.program_id(0)
     n = tl.load(num_nodes_ptr + b)
@@ -108,23 +120,31 @@ def _compile_kernel(
     goes_on = (_across(step_a, i, a) == 1) | (depth == 0)
     replays = tl.where(goes_on | (i >= n), 0, depth - 1 - base)
 
-    length_a = 1 + _down(replays, i, a)
+    # Where a part begins, all of the first node's ancestors are walked.
     position_a = _down(position, i, a)
-    earlier = (position_a[None, :] < position[:, None]) & (a[None, :] < n)
+    part = position * PARTS // tl.maximum(n, 1)
+    part_a = _down(part, i, a)
+    same_part = (part_a[None, :] == part[:, None]) & (a[None, :] < n)
+    earlier = same_part & (position_a[None, :] < position[:, None])
+    is_first = tl.sum(earlier.to(tl.int32), axis=1) == 0
+    again = tl.where(is_first, depth, replays)
+    base = tl.where(is_first, -1, base)
+    length_a = 1 + _down(again, i, a)
     start = tl.sum(tl.where(earlier, length_a[None, :], 0), axis=1)
 
-    words = walk_ptr + b * stride + 1
-    save = is_heavy & (_across(num_children_a, i, a) > 1)
-    word = i | _WALK | tl.where(save, _SAVE, 0)
-    word = word | tl.where((goes_on == 0) & (replays == 0), _RESTORE, 0)
-    tl.store(words + start + replays, word, mask=i < n)
-    depth_a = _down(depth, i, a)
-    order = depth_a[None, :] - base[:, None] - 1
-    again = (strict > 0) & (order >= 0) & (replays[:, None] > 0) & (i[:, None] < n)
+    words = walk_ptr + (b * PARTS + part) * stride + 1
+    save = (is_heavy & (_across(num_children_a, i, a) > 1)).to(tl.int32) * _SAVE
+    restore = ((goes_on == 0) & (again == 0) & (is_first == 0)).to(tl.int32) * _RESTORE
+    tl.store(words + start + again, i | _WALK | save | restore, mask=i < n)
+    order = _down(depth, i, a)[None, :] - base[:, None] - 1
+    walked = (is_first.to(tl.int32)[:, None]) * (_WALK | _down(save, i, a)[None, :])
+    begin = ((order == 0) & (is_first == 0)[:, None]).to(tl.int32) * _RESTORE
     tl.store(
-        words + start[:, None] + order,
-        a[None, :] | tl.where(order == 0, _RESTORE, 0),
-        mask=again,
+        words[:, None] + start[:, None] + order,
+        a[None, :] | walked | begin,
+        mask=(strict > 0) & (order >= 0) & (again[:, None] > 0) & (i[:, None] < n),
     )
-    total = tl.sum(tl.where(i < n, 1 + replays, 0), axis=0)
-    tl.store(walk_ptr + b * stride, total)
+    counts = tl.arange(0, PARTS)
+    inside = (part[:, None] == counts[None, :]) & (i[:, None] < n)
+    total = tl.sum(tl.where(inside, 1 + again[:, None], 0), axis=0)
+    tl.store(walk_ptr + (b * PARTS + counts) * stride, total)

@@ -17,8 +17,15 @@ from specla.ops.contract import DevicePlan, DeviceRound, Factors, LayerState, Re
 from specla.state.log import Log
 from specla.topology.tree import DraftTree
 
-WALK_WORDS = {1: 2, 2: 3, 4: 7, 8: 17, 16: 49, 32: 161, 64: 577}
-"""Words of a compiled walk by node bucket: 1 + N + N^2 / 8 (see ops.walk)."""
+MAX_PARTS = 8
+"""Most programs that share the walk of one row's tree; a power of two."""
+
+
+def walk_shape(num_rows: int, num_nodes: int) -> tuple[int, int, int]:
+    """[rows, parts, words] of a bucket's compiled walks (see ops.walk): few rows leave a GPU idle,
+    so their trees are cut up; speed only, never bits."""
+    parts = max(1, min(MAX_PARTS, num_nodes // 4) // num_rows)
+    return num_rows, parts, 1 + 2 * num_nodes + num_nodes * num_nodes // 8
 
 
 def bucket(count: int) -> int:
@@ -46,7 +53,7 @@ class _Bucket:
             self.staging = self.staging.pin_memory()
         self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.host = _views(self.staging, fields, sizes)
-        walk = torch.zeros(rows, WALK_WORDS[nodes], dtype=torch.int32, device=device)
+        walk = torch.zeros(walk_shape(rows, nodes), dtype=torch.int32, device=device)
         self.round = DeviceRound(**_views(self.words, fields, sizes), walk=walk)
 
     def fill(self, slots: Sequence[int], logs: Sequence[Log], trees: Sequence[DraftTree]) -> None:
@@ -85,7 +92,7 @@ def folded(layer: LayerState, slot: int, log: Log, shape: RecurrentShape) -> Ten
         ring_len=row(log.ring_len)[0],
         path_len=row(len(log.path))[0],
         path=row(*log.path, width=num_nodes),
-        walk=row(0, 0),
+        walk=row(0, 0).unsqueeze(1),
     )
     workspace = gdn.Workspace.allocate(shape, 1, layer.tail.dtype, S.device)
     gdn.walk(one, rnd, workspace, shape=shape, log_capacity=capacity, threshold=-1)

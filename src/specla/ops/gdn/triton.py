@@ -4,12 +4,12 @@
 `prepare` turns raw projections into what the recurrence reads and records each candidate's k and
 g; `walk` carries one live state tile per program through the log and the tree and records u.
 
-Exactness (rule I4). A state row's K elements lie in one thread group of LANES threads, K / LANES
-to a thread. The two reductions over K therefore add in one order, in registers and then across
-those lanes, whatever the value tile, warp count, tree or batch; the update is one explicit fma,
-in walk and replay alike. tests/ops/test_gdn_triton.py compares every pair of tilings bitwise on a
-GPU. Replaying recorded factors gives the bits that walking gave, so a branch needs no stored
-state (docs/adr/0012).
+Exactness (rule I4). A state row's K elements lie in one group of `lanes_for(K)` threads. The two
+reductions over K therefore add in one order, in registers and then across those lanes, whatever
+the value tile, warp count, tree or batch; the update is one explicit fma, in walk and replay
+alike. tests/ops/test_gdn_triton.py compares every pair of tilings bitwise on a GPU. Replaying
+recorded factors gives the bits that walking gave, so a branch needs no stored state
+(docs/adr/0012).
 
 Overlap. With programmatic dependent launch a kernel may start before its predecessors are done,
 until it waits. A round starts with a kernel without it (`ops.walk.compile_walks`), so what earlier
@@ -32,24 +32,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
 
-LANES = 8
 _WALK, _RESTORE, _SAVE = tl.constexpr(WALK), tl.constexpr(RESTORE), tl.constexpr(SAVE)
 _NODE = tl.constexpr(NODE_MASK)
-_WIDE = tl.constexpr(4 * LANES)  # consecutive elements of one row that one load of a warp covers
-_ROWS = tl.constexpr(32 // LANES)  # state rows side by side in a warp
 
 
 class Workspace(NamedTuple):
     """What `prepare` hands to `walk`, for M = B * N nodes; shared by all layers.
 
     q [M, H, K] float32, normalised and scaled; v [M, G, V] activation dtype; beta [M, G]
-    float32; o [M, G, V] float32, the outputs.
+    float32; o [M, G, V] float32, the outputs. arrivals [M, G V / 2] int32: zero between calls.
     """
 
     q: Tensor
     v: Tensor
     beta: Tensor
     o: Tensor
+    arrivals: Tensor
 
     @classmethod
     def allocate(
@@ -70,7 +68,15 @@ class Workspace(NamedTuple):
             v=empty(*values, dtype=dtype),
             beta=empty(num_rows, shape.num_value_heads),
             o=empty(*values),
+            arrivals=torch.zeros(
+                num_rows, values[1] * values[2] // 2, dtype=torch.int32, device=device
+            ),
         )
+
+
+def lanes_for(key_dim: int) -> int:
+    """Threads that share a state row; with K it fixes the order of a reduction over K."""
+    return 16 if key_dim >= 256 else 8
 
 
 class Tile(NamedTuple):
@@ -176,7 +182,8 @@ def walk(
     s = shape
     rows, warps = tile or tile_for(s, num_rows)
     tiles = s.value_dim // rows
-    _walk_kernel[(tiles * s.num_value_heads, num_rows)](
+    parts = rnd.walk.shape[1]
+    _walk_kernel[(tiles * s.num_value_heads, num_rows, parts)](
         layer.S,
         layer.factors.k,
         layer.factors.u,
@@ -185,6 +192,7 @@ def walk(
         workspace.v,
         workspace.beta,
         workspace.o,
+        workspace.arrivals,
         rnd.slot,
         rnd.num_nodes,
         rnd.bank,
@@ -196,13 +204,15 @@ def walk(
         rnd.path.shape[1],
         layer.factors.k.shape[1],
         log_capacity,
-        rnd.walk.shape[1],
+        rnd.walk.shape[2],
         threshold,
         H=s.num_key_heads,
         G=s.num_value_heads,
         K=s.key_dim,
         V=s.value_dim,
         TILE=rows,
+        LANES=lanes_for(s.key_dim),
+        PARTS=parts,
         BRANCHING=branching,
         PDL=pdl,
         num_warps=warps,
@@ -227,7 +237,7 @@ def _log1p(x):
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """Linear above 20, as in fla."""
     return tl.where(x > 20, x, _log1p(tl.exp(tl.minimum(x, 20.0))))
 
@@ -316,7 +326,7 @@ def _prepare_kernel(  # noqa: C901
         tl.store(v_out + (m * G + head) * V + column, y.to(v_out.dtype.element_ty), mask=used)
         gates = y_ptr + m * y_stride + gates_at + head
         a = tl.load(gates).to(tl.float32) + tl.load(dt_bias_ptr + head)
-        tl.store(g_ptr + entry * G + head, tl.load(A_ptr + head) * _softplus(a))
+        tl.store(g_ptr + entry * G + head, tl.load(A_ptr + head) * softplus(a))
         beta = beta_scale / (1 + tl.exp(-tl.load(gates + G).to(tl.float32)))
         tl.store(beta_out + m * G + head, beta)
     else:
@@ -351,13 +361,14 @@ def _operands(k_at, v_at, g_at, beta_at, node, k_step, v_step, g_step):
 
 @triton.jit
 def _dot(S, x):
-    """S x over K: [4, R, K / 32, 32] and [4, 1, K / 32, 32] -> [4, R]. In registers first."""
+    """S x over K: [rows, R, deep, wide] and [rows, 1, deep, wide] -> [rows, R]. In registers
+    first."""
     return tl.sum(tl.sum(S * x, axis=2), axis=2)
 
 
 @triton.jit
 def _update(S, u, k):
-    """S + u k^T, rounded once; u [4, R]."""
+    """S + u k^T, rounded once; u [rows, R]."""
     u = tl.broadcast_to(u[:, :, None, None], S.shape)
     return tl.fma(u, tl.broadcast_to(k, S.shape), S)
 
@@ -368,16 +379,18 @@ def _update(S, u, k):
     ]
 )  # fmt: skip
 def _walk_kernel(  # noqa: C901 - one kernel, one pass
-    S_ptr, k_ptr, u_ptr, g_ptr, q_ptr, v_ptr, beta_ptr, o_ptr,
+    S_ptr, k_ptr, u_ptr, g_ptr, q_ptr, v_ptr, beta_ptr, o_ptr, arrivals_ptr,
     slot_ptr, num_nodes_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr, walk_ptr,
     num_columns, num_path, num_entries, log_capacity, walk_stride, threshold,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr,
-    BRANCHING: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, PARTS: tl.constexpr, BRANCHING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = V // TILE
-    DEEP: tl.constexpr = K // _WIDE
-    HIGH: tl.constexpr = TILE // _ROWS
-    b = tl.program_id(1)
+    WIDE: tl.constexpr = 4 * LANES  # consecutive elements of a row that a warp's load covers
+    ROWS: tl.constexpr = 32 // LANES  # state rows side by side in a warp
+    DEEP: tl.constexpr = K // WIDE
+    HIGH: tl.constexpr = TILE // ROWS
+    b, part = tl.program_id(1), tl.program_id(2)
     head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     key_head = head // (G // H)
     num_nodes = tl.load(num_nodes_ptr + b)
@@ -393,16 +406,16 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
         return
     fold = log_len > threshold
     path_ptr += b * num_path - ring_len
-    # One layout for everything over K: the compiler spreads a warp over the last axis (8 lanes by
-    # 4 elements), then the first (4 lanes); the others stay in registers.
-    lane_row = tl.arange(0, _ROWS)[:, None, None, None]
+    # One layout for everything over K: the compiler spreads a warp over the last axis (LANES by 4
+    # elements), then the first; the others stay in registers.
+    lane_row = tl.arange(0, ROWS)[:, None, None, None]
     high = tl.arange(0, HIGH)[None, :, None, None]
     deep = tl.arange(0, DEEP)[None, None, :, None]
-    wide = tl.arange(0, _WIDE)[None, None, None, :]
-    along_k = deep * _WIDE + wide + lane_row * 0
-    row = tl.arange(0, _ROWS)[:, None] + tl.arange(0, HIGH)[None, :] * _ROWS
+    wide = tl.arange(0, WIDE)[None, None, None, :]
+    along_k = deep * WIDE + wide + lane_row * 0
+    row = tl.arange(0, ROWS)[:, None] + tl.arange(0, HIGH)[None, :] * ROWS
     S_at = S_ptr + ((slot * G + head) * V + tile * TILE) * K
-    S_at = S_at + (high * _ROWS + lane_row) * K + deep * _WIDE + wide
+    S_at = S_at + (high * ROWS + lane_row) * K + deep * WIDE + wide
     k_at = k_ptr + (slot * num_entries * H + key_head) * K + along_k
     u_at = u_ptr + (slot * num_entries * G + head) * V + tile * TILE + row
     g_at = g_ptr + slot * num_entries * G + head
@@ -417,7 +430,7 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
         entry = _log_entry(j + 1, ring_len, log_len, path_ptr, first_in_bank)
         next_k, next_u, next_g = _factors(k_at, u_at, g_at, entry, H * K, G * V, G)
         S = _update(S * tl.exp(g), u, k)
-        if (j >= ring_len) & (fold == 0):
+        if (j >= ring_len) & (fold == 0) & (part == 0):
             tl.store(u_at + j * (G * V), u)
             if tile == 0:
                 tl.store(g_at + j * G, g)
@@ -425,8 +438,17 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
                 tl.store(k_at + j * (H * K), k)
         k, u, g = next_k, next_u, next_g
     if fold:
-        tl.store(S_at, S)
-    walk_ptr += b * walk_stride
+        is_last = True
+        if PARTS > 1:
+            # S may be written once every part has read it: the last one to come does.
+            arrivals_ptr += (b * G + head) * TILES + tile
+            tl.debug_barrier()
+            is_last = tl.atomic_add(arrivals_ptr, 1) == PARTS - 1
+            if is_last:
+                tl.store(arrivals_ptr, 0)
+        if is_last:
+            tl.store(S_at, S)
+    walk_ptr += (b * PARTS + part) * walk_stride
     num_ops = tl.load(walk_ptr)
     word = tl.load(walk_ptr + 1)
     if PDL:
@@ -442,16 +464,18 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
     o_at = o_ptr + (m * G + head) * V + tile * TILE + row
     beta_at = beta_ptr + m * G + head
     node = word & _NODE
+    following = tl.load(walk_ptr + 2, mask=num_ops > 1, other=0)
     k, v, g, beta = _operands(k_at, v_at, g_at, beta_at, node, H * K, G * V, G)
+    q = tl.load(q_at + node * (H * K))
     C = S
     for i in range(num_ops):
-        # The next operation's operands travel while this one computes; q until it is needed.
-        following = tl.load(walk_ptr + 2 + i, mask=i + 1 < num_ops, other=0)
+        # The next operation's operands travel while this one computes.
+        after = tl.load(walk_ptr + 3 + i, mask=i + 2 < num_ops, other=0)
         next_node = following & _NODE
         next_k, next_v, next_g, next_beta = _operands(
             k_at, v_at, g_at, beta_at, next_node, H * K, G * V, G
         )
-        q = tl.load(q_at + node * (H * K))
+        next_q = tl.load(q_at + next_node * (H * K))
         if BRANCHING and (word & _RESTORE) != 0:
             tl.debug_barrier()  # keeps the branch: without it every step pays for a select
             S = C
@@ -467,4 +491,5 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
         if BRANCHING and (word & _SAVE) != 0:
             tl.debug_barrier()
             C = S
-        word, node, k, v, g, beta = following, next_node, next_k, next_v, next_g, next_beta
+        word, following, node = following, after, next_node
+        k, v, g, beta, q = next_k, next_v, next_g, next_beta, next_q
