@@ -16,8 +16,9 @@ from specla.bench.methods import Method
 from specla.errors import KernelUnavailable
 from specla.ops.contract import RecurrentShape
 
+# Two of the state kernel's tiles per head; K != V.
 SHAPE = RecurrentShape(
-    num_layers=1, num_key_heads=1, num_value_heads=2, key_dim=32, value_dim=8, conv_width=4
+    num_layers=1, num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=16, conv_width=4
 )
 TREE = Case(
     name="tree",
@@ -46,6 +47,7 @@ OURS = [
     pytest.param(CHAIN, baselines.separate_commit(replay=True), marks=pytest.mark.slow),
     pytest.param(TREE, baselines.separate_commit(), marks=pytest.mark.slow),
     pytest.param(CHAIN, methods.exact(pdl=False, with_prepare=False), marks=pytest.mark.slow),
+    pytest.param(TREE, methods.fast(pdl=False), marks=pytest.mark.slow),
 ]
 BASELINES = [
     baselines.snapshots(),
@@ -60,7 +62,7 @@ BASELINES = [
 def small_tiles() -> Iterator[None]:
     """Several tiles per head, although states are small here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_baselines, "TILE_ELEMENTS", 4 * SHAPE.key_dim)
+        patch.setattr(triton_baselines, "TILE_ELEMENTS", 8 * SHAPE.key_dim)
         patch.setattr(triton_baselines, "WY_COLUMNS", SHAPE.key_dim // 2)
         yield
 

@@ -113,7 +113,11 @@ def _logs(found: Measured) -> Iterator[Metric]:
 
 
 def _tables(found: Measured) -> Iterator[Metric]:
-    methods = {"serial": STATE_ONLY, "wy": "fast, no overlap", "snapshots": "snapshot per node"}
+    methods = {
+        "serial": STATE_ONLY,
+        "wy": "fast, state only, no overlap",
+        "snapshots": "snapshot per node",
+    }
     for shape in found.labels("table1"):
         for k, depth, nodes in TABLE_1:
             case = f"top{k}_depth{depth}_n{nodes}_{shape}"

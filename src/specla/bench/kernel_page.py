@@ -129,7 +129,11 @@ def _table_1(found: Measured) -> Iterator[str]:
         for (k, depth, nodes), paper in papers.TABLE_1.items():
             case = f"top{k}_depth{depth}_n{nodes}_{shape}"
             slow = found.one(case, "root to leaf")
-            names = ("exact, state only, no overlap", "fast, no overlap", "snapshot per node")
+            names = (
+                "exact, state only, no overlap",
+                "fast, state only, no overlap",
+                "snapshot per node",
+            )
             ours = [_ratio(slow, found.one(case, name)) for name in names]
             yield (
                 f"| {k}, {depth}, {nodes} | {paper.root_to_leaf_ms} ms | {paper.serial}x | "

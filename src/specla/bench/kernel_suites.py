@@ -112,7 +112,7 @@ def table1(plan: Plan) -> list[Job]:
             ),
             methods=[
                 exact(pdl=False, with_prepare=False),
-                fast(pdl=False),
+                fast(pdl=False, with_prepare=False),
                 baselines.root_to_leaf(),
                 baselines.snapshots(),
             ],
@@ -150,14 +150,14 @@ SUITES: dict[str, Callable[[Plan], list[Job]]] = {
 
 
 def _ours(plan: Plan) -> list[Method]:
-    """With the engine's overlap of launches, without, and the state kernel alone."""
-    overlap = [exact(pdl=True), fast(pdl=True)] if plan.pdl else []
+    """With the engine's overlap of launches, exact also without, and the state kernel alone."""
+    overlap = [exact(pdl=True)] if plan.pdl else []
     return [
         *overlap,
         exact(pdl=False),
         exact(pdl=False, with_prepare=False),
-        fast(pdl=False),
-        fast("tf32x3", pdl=False),
+        fast(pdl=plan.pdl),
+        fast("tf32x3", pdl=plan.pdl),
     ]
 
 

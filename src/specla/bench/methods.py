@@ -177,9 +177,11 @@ def exact(*, pdl: bool = True, with_prepare: bool = True) -> Method:
     return Method(name=name if pdl else f"{name}, no overlap", scope=scope, build=build, kind=OURS)
 
 
-def fast(precision: Literal["tf32", "tf32x3"] = "tf32", *, pdl: bool = True) -> Method:
-    """Our closed form on tensor cores after `prepare`; masks are compiled once per round, like
-    the walk lists, and are not in a layer's time."""
+def fast(
+    precision: Literal["tf32", "tf32x3"] = "tf32", *, pdl: bool = True, with_prepare: bool = True
+) -> Method:
+    """Our closed form on tensor cores; without prepare: the state kernels alone. Masks are
+    compiled once per round, like the walk lists, and are not in a layer's time."""
 
     def build(problem: Problem) -> Runner:
         launch, case = Launch.bind(problem, pdl=pdl), problem.case
@@ -201,17 +203,21 @@ def fast(precision: Literal["tf32", "tf32x3"] = "tf32", *, pdl: bool = True) -> 
                 pdl=pdl,
             )
 
+        for layer in problem.layers:
+            launch.prepare(layer)
+        moved = traffic.walk(case)
         return Runner(
-            calls=bound(problem.layers, [launch.prepare, verify]),
+            calls=bound(problem.layers, [launch.prepare, verify] if with_prepare else [verify]),
             parts=len(problem.layers),
             check=lambda: launch.check(verify),
-            traffic=traffic.walk(case) + traffic.prepare(case),
+            traffic=moved + traffic.prepare(case) if with_prepare else moved,
         )
 
     name = "fast" if precision == "tf32" else f"fast, {precision}"
+    name = name if with_prepare else f"{name}, state only"
     return Method(
         name=name if pdl else f"{name}, no overlap",
-        scope="conv, gates, state",
+        scope="conv, gates, state" if with_prepare else "state",
         build=build,
         kind=OURS,
         tolerance=TF32,
