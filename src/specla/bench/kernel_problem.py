@@ -23,6 +23,7 @@ from specla.ops.gdn import Inputs, inputs, reference
 from specla.ops.oracle import gdn_paths
 from specla.state.log import Log
 from specla.state.plan import compile_round
+from specla.state.rounds import walk_shape
 from specla.topology.tree import DraftTree
 
 
@@ -187,7 +188,7 @@ class Problem:
 def device_round(case: Case, device: torch.device) -> DeviceRound:
     """The case's round: slots 1 .. B, every row with the same tree and log, read bank 0; walk
     lists compiled by the device."""
-    from specla.ops.walk import capacity, compile_walks
+    from specla.ops.walk import compile_walks
 
     rows = case.num_rows
 
@@ -207,7 +208,7 @@ def device_round(case: Case, device: torch.device) -> DeviceRound:
         ring_len=full(case.ring_len),
         path_len=full(len(case.path)),
         path=repeated([*case.path, *[0] * (case.max_nodes - len(case.path))]),
-        walk=repeated([0] * (1 + capacity(case.num_nodes))),
+        walk=torch.zeros(walk_shape(rows, case.num_nodes), dtype=torch.int32, device=device),
     )
     compile_walks(rnd)
     return rnd
