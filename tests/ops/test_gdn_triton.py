@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare` and `walk` against the torch reference over rounds with trees, pending logs and
+folds, in Triton's interpreter. What nobody wrote is NaN. On a GPU every pair of tilings gives
+the same bits (marked gpu)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from random_inputs import random_parents
+from torch import Tensor
+
+from specla.ops import conv
+from specla.ops.contract import DeviceRound, RecurrentShape
+from specla.ops.gdn import inputs, reference
+from specla.state import State
+from specla.topology.tree import DraftTree
+
+pytest.importorskip("triton")
+from specla.ops.gdn import triton as kernels
+from specla.ops.walk import compile_walks
+
+NAN = float("nan")
+SHAPES = {
+    "two value heads per key head": RecurrentShape(
+        num_layers=1, num_key_heads=1, num_value_heads=2, key_dim=64, value_dim=8, conv_width=4
+    ),
+    "K = 256": RecurrentShape(
+        num_layers=1, num_key_heads=1, num_value_heads=1, key_dim=256, value_dim=8, conv_width=4
+    ),
+}
+NODES = 4
+
+
+class Layer:
+    """Random weights of one layer's mixer."""
+
+    def __init__(self, shape: RecurrentShape, generator: torch.Generator) -> None:
+        heads = shape.num_value_heads
+        self.conv = torch.randn(shape.conv_channels, 4, generator=generator) * 0.5
+        self.A = -2 * torch.rand(heads, generator=generator)
+        self.dt_bias = torch.randn(heads, generator=generator)
+
+
+def random_state(shape: RecurrentShape, capacity: int) -> State:
+    state = State(shape, num_slots=2, max_nodes=NODES, log_capacity=capacity)
+    generator = torch.Generator().manual_seed(1)
+    layer = state.layers[0]
+    layer.S.copy_(torch.randn(layer.S.shape, generator=generator))
+    layer.tail.copy_(torch.randn(layer.tail.shape, generator=generator))
+    return state
+
+
+def by_reference(state: State, plan, y: Tensor, w: Layer, shape: RecurrentShape) -> Tensor:  # type: ignore[no-untyped-def]
+    heads, channels = shape.num_value_heads, shape.conv_channels
+    active = conv.verify(state.layers[0], plan, y[:, :channels], w.conv)
+    a, b = y[:, channels : channels + heads], y[:, channels + heads :]
+    x = inputs(active, a, b, A=w.A, dt_bias=w.dt_bias, shape=shape)
+    return reference.verify(state.layers[0], plan, x)
+
+
+def by_kernels(
+    state: State,
+    rnd: DeviceRound,
+    y: Tensor,
+    w: Layer,
+    shape: RecurrentShape,
+    tile: kernels.Tile,
+) -> Tensor:
+    rows = rnd.tokens.numel()
+    workspace = kernels.Workspace.allocate(shape, rows, y.dtype, y.device)
+    for tensor in workspace[:4]:
+        tensor.fill_(NAN)
+    capacity = state.log_capacity
+    kernels.prepare(
+        state.layers[0],
+        rnd,
+        y,
+        w.conv,
+        w.A,
+        w.dt_bias,
+        workspace,
+        shape=shape,
+        log_capacity=capacity,
+    )
+    kernels.walk(
+        state.layers[0],
+        rnd,
+        workspace,
+        shape=shape,
+        log_capacity=capacity,
+        threshold=state.fold_threshold,
+        tile=tile,
+    )
+    assert not workspace.arrivals.any()
+    return workspace.o
+
+
+def random_path(rng: random.Random, parents: tuple[int, ...]) -> tuple[int, ...]:
+    path = [0]
+    while children := [i for i, p in enumerate(parents) if p == path[-1]]:
+        path.append(rng.choice(children))
+    return tuple(path)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("capacity", "parts"), [(0, 1), (3, 2)])
+def test_rounds_agree_with_the_reference(name: str, capacity: int, parts: int) -> None:
+    shape, rng = SHAPES[name], random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    w = Layer(shape, generator)
+    one, two = random_state(shape, capacity), random_state(shape, capacity)
+    slots = [one.acquire(), one.acquire()]
+    assert slots == [two.acquire(), two.acquire()]
+    for number in range(2 if capacity == 0 else 3):
+        shapes = [random_parents(10 * number + b, rng.randint(1, NODES)) for b in range(2)]
+        trees = [DraftTree(tuple(range(len(p))), p) for p in shapes]
+        y = torch.randn(
+            2, NODES, shape.conv_channels + 2 * shape.num_value_heads, generator=generator
+        )
+        for b, tree in enumerate(trees):
+            y[b, tree.num_nodes :] = NAN
+        used = torch.cat([y[b, : tree.num_nodes] for b, tree in enumerate(trees)])
+        want = by_reference(one, one.begin(slots, trees), used, w, shape)
+        rnd = two.rounds.plan(slots, [two.logs[s] for s in slots], trees, num_nodes=NODES).round
+        rnd = rnd._replace(walk=rnd.walk.new_zeros(2, parts, rnd.walk.shape[2]))
+        compile_walks(rnd)
+        got = by_kernels(two, rnd, y.flatten(0, 1), w, shape, kernels.Tile(4, 1))
+        got = got.view(2, NODES, *got.shape[1:])
+        got = torch.cat([got[b, : tree.num_nodes] for b, tree in enumerate(trees)])
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        _assert_same(two, one)
+        paths = [random_path(rng, tree.parents) for tree in trees]
+        for state in (one, two):
+            state.commit(slots, paths)
+
+
+def _assert_same(got: State, want: State) -> None:
+    a, b = got.layers[0], want.layers[0]
+    for x, y in zip((a.S, *a.factors), (b.S, *b.factors), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    assert torch.equal(a.tail, b.tail)
+    assert torch.equal(a.inputs, b.inputs)
+
+
+def test_idle_rows_touch_nothing() -> None:
+    shape = SHAPES["K = 256"]
+    w = Layer(shape, torch.Generator().manual_seed(0))
+    state = random_state(shape, 3)
+    before = [x.clone() for x in (state.layers[0].S, *state.layers[0].factors)]
+    rnd = state.rounds.round(1, 1)
+    compile_walks(rnd)
+    y = torch.full((1, shape.conv_channels + 2), NAN)
+    by_kernels(state, rnd, y, w, shape, kernels.Tile(4, 1))
+    after = (state.layers[0].S, *state.layers[0].factors)
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["8 x 256 x 256", "16/32 x 128", "4 x 64 x 128", "2/4 x 128 x 64"]
+)
+def test_tilings_give_the_same_bits(name: str) -> None:
+    heads = {
+        "8 x 256 x 256": (8, 8, 256, 256),
+        "16/32 x 128": (16, 32, 128, 128),
+        "4 x 64 x 128": (4, 4, 64, 128),
+        "2/4 x 128 x 64": (2, 4, 128, 64),
+    }
+    h, g, k, v = heads[name]
+    shape = RecurrentShape(
+        num_layers=1, num_key_heads=h, num_value_heads=g, key_dim=k, value_dim=v, conv_width=4
+    )
+    trees = [random_parents(i, 16, 1 + i) for i in range(4)]
+    first = None
+    for parts in (1, 2, 8):
+        for tile in (kernels.Tile(4, 1), kernels.Tile(8, 1), kernels.Tile(16, 1)):
+            results = _on_gpu(shape, trees, tile, parts)
+            first = first or results
+            assert all(map(torch.equal, first, results)), (parts, tile)
+
+
+def _on_gpu(
+    shape: RecurrentShape, trees: list[tuple[int, ...]], tile: kernels.Tile, parts: int
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    state = State(shape, num_slots=4, max_nodes=16, log_capacity=8, device="cuda")
+    layer = state.layers[0]
+    for tensor in (layer.S, *layer.factors[:2], layer.tail, layer.inputs):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3)
+    layer.factors.g.copy_(-torch.rand(layer.factors.g.shape, generator=generator))
+    slots = [state.acquire() for _ in trees]
+    for slot, ring in zip(slots, (0, 3, 7, 8), strict=True):
+        state.logs[slot].ring_len, state.logs[slot].path = ring, (0, 2)
+    w = Layer(shape, generator)
+    for name in ("conv", "A", "dt_bias"):
+        setattr(w, name, getattr(w, name).cuda())
+    rnd = state.begin(slots, [DraftTree(tuple(range(16)), p) for p in trees]).round  # type: ignore[union-attr]
+    rnd = rnd._replace(walk=rnd.walk.new_zeros(4, parts, rnd.walk.shape[2]))
+    compile_walks(rnd)
+    columns = shape.conv_channels + 2 * shape.num_value_heads
+    y = torch.randn(64, columns, generator=generator).cuda()
+    o = by_kernels(state, rnd, y, w, shape, tile)
+    return [o, layer.S, *layer.factors]
