@@ -7,11 +7,15 @@ on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specla.ops.contract import DeviceRound
+from specla.drafters.base import DrafterInfo, DraftRow, Observation
+from specla.ops.contract import DeviceRound, RowArrays
+from specla.topology.tree import DraftTree
 
 TREE_PURPOSE = 1
 """The noise's purpose for trees; the target's own draws have another."""
@@ -47,6 +51,28 @@ def draft_random_tree(
         num_warps=1,
         launch_pdl=pdl,
     )
+
+
+class DeviceRandomTrees:
+    """A drafter of random trees that never needs the host."""
+
+    def __init__(self, *, vocab_size: int) -> None:
+        self.info = DrafterInfo(name="random-trees", max_depth=63, may_return_nothing=False)
+        self._vocab_size = vocab_size
+
+    def draft(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
+        """Where the host has to draft, nothing."""
+        return [DraftTree.root(row.tokens[-1]) for row in rows]
+
+    def observe(self, seen: Sequence[Observation]) -> None:
+        """Nothing to learn."""
+
+    def reset(self, slot: int) -> None:
+        """Nothing to forget."""
+
+    def launch(self, rows: RowArrays, rnd: DeviceRound) -> None:
+        """See `DeviceDrafter`."""
+        draft_random_tree(rows.seed, rows.len_tokens, rnd, vocab_size=self._vocab_size)
 
 
 @triton.jit(do_not_specialize=["num_columns", "vocab_size"])

@@ -10,6 +10,7 @@ import typer
 from specla import __version__
 from specla.cli.bench import generate as bench_generate
 from specla.cli.bench_kernels import kernels as bench_kernels
+from specla.cli.bench_round import rounds as bench_round
 from specla.cli.chat import chat
 from specla.cli.doctor import doctor
 from specla.cli.generate import generate
@@ -47,6 +48,7 @@ app.command(epilog=EXIT_CODES)(doctor)
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and acceptance.")
 bench.command("generate", epilog=EXIT_CODES)(bench_generate)
 bench.command("kernels", epilog=EXIT_CODES)(bench_kernels)
+bench.command("round", epilog=EXIT_CODES)(bench_round)
 app.add_typer(bench, name="bench")
 
 

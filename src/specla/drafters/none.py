@@ -5,9 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from specla.drafters.base import DrafterInfo, DraftRow, Observation
 from specla.topology.tree import DraftTree
+
+if TYPE_CHECKING:
+    from specla.ops.contract import DeviceRound, RowArrays
 
 
 class NoDrafter:
@@ -25,3 +29,6 @@ class NoDrafter:
 
     def reset(self, slot: int) -> None:
         """Nothing to forget."""
+
+    def launch(self, rows: RowArrays, rnd: DeviceRound) -> None:
+        """Nothing to launch: every live row's tree is its node 0 already."""

@@ -88,6 +88,11 @@ class Engine:
         if self._graphs is not None:
             self._graphs.capture(tick)
 
+    def last_graph(self) -> Callable[[], None]:
+        """On a GPU: replays the last free round's graph, for measuring it."""
+        assert self._graphs is not None, "there are no graphs without a GPU"
+        return self._graphs.replay()
+
     def add(self, request: Request) -> None:
         """Queue a request.
 

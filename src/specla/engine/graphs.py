@@ -170,6 +170,10 @@ class GraphRounds:
                 log.path = tuple(paths[b][:path_len])
                 log.durable_len = len(row.tokens) - 1 - log.log_len
 
+    def replay(self) -> Callable[[], None]:
+        """The graph of the last free round, for measuring."""
+        return self._buckets[self._key].graphs[True].replay
+
     # ---- driven rounds
 
     def drive(
