@@ -31,7 +31,7 @@ ALLOWED = {
     "llm": FRONT,
     "server": FRONT,
     "train": FRONT,
-    "bench": FRONT,
+    "bench": {*FRONT, "testing_device"},
     "cli": {*FRONT, "llm", "server", "train", "bench", "testing"},
     "__main__": {"cli"},
     "errors": set(),
