@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from specla.config import (
     ONE_THREAD_BELOW,
     EngineConfig,
     ResolvedConfig,
+    prefill_kernels,
     resolve,
     with_threads,
 )
 from specla.errors import ConfigError, KernelUnavailable
 
 # What is chosen when nothing is said, and has to be explained.
-CHOSEN = ("drafter", "device", "dtype", "log_capacity", "threads")
+CHOSEN = ("drafter", "device", "dtype", "log_capacity", "prefill_chunk", "threads")
 
 
 def test_every_choice_is_made_and_explained() -> None:
@@ -28,7 +30,7 @@ def test_every_choice_is_made_and_explained() -> None:
     assert "auto" not in config.summary().values()
     assert None not in (getattr(config, name) for name in CHOSEN)
     assert set(config.reasons) == set(CHOSEN)
-    for name in ("drafter", "device", "dtype", "log_capacity"):
+    for name in ("drafter", "device", "dtype", "log_capacity", "prefill_chunk"):
         assert config.reasons[name].startswith(str(getattr(config, name)))
 
 
@@ -84,10 +86,10 @@ def test_dtypes(name: str) -> None:
 
 BAD_SIZES = (0, -1, 1.5, True, False, "8", None)
 BAD: list[tuple[str, object]] = [
-    *((name, bad) for name in ("max_slots", "max_nodes", "prefill_chunk") for bad in BAD_SIZES),
+    *((name, bad) for name in ("max_slots", "max_nodes") for bad in BAD_SIZES),
     *(("log_capacity", bad) for bad in (-1, 1.5, True, "3")),
     *(("threads", bad) for bad in (0, -1, 1.5, True, "3")),
-    *(("prefill_chunk", bad) for bad in (1, 63, 65, 100)),
+    *(("prefill_chunk", bad) for bad in (0, -64, 64.0, True, "64", 1, 63, 65, 100)),
     *(("mode", bad) for bad in ("fast", "", "EXACT", None)),
     *(("dtype", bad) for bad in ("fp32", "float16", "", None, torch.float32)),
     *(("device", bad) for bad in ("gpu", "mps", "", "cpu:0", None, 0)),
@@ -106,6 +108,35 @@ def test_bad_values_are_refused(name: str, bad: object) -> None:
     assert f"got {bad!r}" in message
     assert "\n" not in message
     assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "installed", "kernels", "why"),
+    [
+        ("bfloat16", "0.6.0", "fla", "0.6.0"),
+        ("bfloat16", "0.6.3", "fla", "0.6.3"),
+        ("bfloat16", "0.7.0", "reference", "0.7.0 is not of the 0.6 series"),
+        ("bfloat16", None, "reference", "not installed"),
+        ("float32", "0.6.0", "reference", "tf32"),
+    ],
+)
+def test_what_computes_prompts_on_a_gpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, installed: str | None, kernels: str, why: str
+) -> None:
+    def version(name: str) -> str:
+        assert name == "fla-core"
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr("specla.config.version", version)
+    assert prefill_kernels(dtype)[0] == kernels
+    assert why in prefill_kernels(dtype)[1]
+    monkeypatch.setattr("specla.config._why_no_gpu", lambda: "")
+    config = resolve(EngineConfig(dtype=dtype))
+    assert config.reasons["prefill"] == ": ".join(prefill_kernels(dtype))
+    assert config.prefill_chunk == 2048
+    assert config.reasons["prefill_chunk"].startswith("2048 on a GPU")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])

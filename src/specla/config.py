@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
@@ -16,6 +17,7 @@ import torch
 from specla.errors import ConfigError, KernelUnavailable
 
 Mode = Literal["exact", "plain"]
+PrefillKernels = Literal["fla", "reference"]
 MODES = ("exact", "plain")
 DTYPES = {
     "float32": torch.float32,
@@ -23,6 +25,9 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 PREFILL_UNIT = 64
+CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 256, 2048
+# The series of fla-core whose kernels prefill launches; they are not part of its interface.
+FLA_CORE = "0.6"
 GPU_MAX_NODES = 64
 GPU_LOG_CAPACITY = 16
 # Bytes of weights below which a second CPU thread brought nothing on idle cores and made decoding
@@ -40,8 +45,9 @@ class EngineConfig:
         fastest autoregressive decoding, no drafter, bits may depend on batching: a baseline).
     max_slots: sequences decoded together. max_nodes: most nodes of one tree, node 0 included.
     log_capacity: accepted tokens kept as factors before they are folded into the state.
-    prefill_chunk: prompt tokens per call, a multiple of 64. threads: CPU threads; None means one
-        for small models and torch's choice for others.
+    prefill_chunk: prompt tokens per call, a multiple of 64; rounds of other requests run between
+        two chunks. threads: CPU threads; None means one for small models and torch's choice for
+        others.
     """
 
     model: str = "demo"
@@ -54,7 +60,7 @@ class EngineConfig:
     max_slots: int = 8
     max_nodes: int = 16
     log_capacity: int | None = None
-    prefill_chunk: int = 256
+    prefill_chunk: int | None = None
     threads: int | None = None
 
 
@@ -105,21 +111,40 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         )
     if config.threads is None:
         reasons["threads"] = TORCH_CHOSE
+    dtype = _dtype(config.dtype, device, reasons)
+    if device != "cpu":
+        kernels, why = prefill_kernels(dtype)
+        reasons["prefill"] = f"{kernels}: {why}"
     return ResolvedConfig(
         model=config.model,
         revision=config.revision,
         drafter=drafter,
         drafter_options=dict(config.drafter_options),
         device=device,
-        dtype=_dtype(config.dtype, device, reasons),
+        dtype=dtype,
         mode="plain" if config.mode == "plain" else "exact",
         max_slots=config.max_slots,
         max_nodes=1 if drafter == "none" else config.max_nodes,
         log_capacity=_log_capacity(config.log_capacity, device, reasons),
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=_prefill_chunk(config.prefill_chunk, device, reasons),
         threads=config.threads or torch.get_num_threads(),
         reasons=reasons,
     )
+
+
+def prefill_kernels(dtype: str) -> tuple[PrefillKernels, str]:
+    """What computes a prompt's recurrence on a GPU, and why: fla-core's chunked kernels, or the
+    torch reference, several times slower. Both leave the same bits for a prompt every time, but
+    not the same as each other: a process uses one."""
+    if dtype != "bfloat16":
+        return "reference", f"fla's kernels would round {dtype} to tf32"
+    try:
+        found = version("fla-core")
+    except PackageNotFoundError:
+        return "reference", "fla-core is not installed (pip install 'specla[gpu]')"
+    if found.split(".")[:2] != FLA_CORE.split("."):
+        return "reference", f"fla-core {found} is not of the {FLA_CORE} series"
+    return "fla", f"fla-core {found} is installed"
 
 
 def with_threads(config: ResolvedConfig, weight_bytes: int) -> ResolvedConfig:
@@ -136,14 +161,15 @@ def _check(config: EngineConfig) -> None:
     for name in ("model", "drafter", "device", "dtype"):
         if not isinstance(getattr(config, name), str):
             raise ConfigError(f"{name} must be a string, got {getattr(config, name)!r}")
-    for name in ("max_slots", "max_nodes", "prefill_chunk"):
+    for name in ("max_slots", "max_nodes"):
         value = getattr(config, name)
         if not _is_int(value) or value < 1:
             raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
-    if config.prefill_chunk % PREFILL_UNIT:
+    chunk = config.prefill_chunk
+    if chunk is not None and (not _is_int(chunk) or chunk < 1 or chunk % PREFILL_UNIT):
         raise ConfigError(
-            f"prefill_chunk must be a multiple of {PREFILL_UNIT}, so that a prompt's state does "
-            f"not depend on it; got {config.prefill_chunk}"
+            f"prefill_chunk must be None or a multiple of {PREFILL_UNIT}, the recurrence's own "
+            f"chunk; got {chunk!r}"
         )
     for name in ("log_capacity", "threads"):
         value, least = getattr(config, name), 0 if name == "log_capacity" else 1
@@ -207,6 +233,18 @@ def _log_capacity(asked: int | None, device: str, reasons: dict[str, str]) -> in
         return 0
     reasons["log_capacity"] = f"{GPU_LOG_CAPACITY} on a GPU: S is written that much less often"
     return GPU_LOG_CAPACITY
+
+
+def _prefill_chunk(asked: int | None, device: str, reasons: dict[str, str]) -> int:
+    if asked is not None:
+        return asked
+    chunk = CPU_PREFILL_CHUNK if device == "cpu" else GPU_PREFILL_CHUNK
+    reasons["prefill_chunk"] = f"{chunk} on a {'CPU' if device == 'cpu' else 'GPU'}: " + (
+        "the rounds of other requests wait for one chunk"
+        if device == "cpu"
+        else "fewer tokens leave it idle between launches, more keep other requests waiting"
+    )
+    return chunk
 
 
 def _dtype(dtype: str, device: str, reasons: dict[str, str]) -> str:

@@ -56,7 +56,7 @@ class LLM:
         max_slots: int = 8,
         max_nodes: int = 16,
         log_capacity: int | None = None,
-        prefill_chunk: int = 256,
+        prefill_chunk: int | None = None,
         drafter_options: Mapping[str, object] | None = None,
         revision: str | None = None,
         threads: int | None = None,
