@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specla.config import prefill_kernels
 from specla.errors import ExactnessUnavailable
 from specla.ops import conv, gdn
 from specla.ops.contract import DevicePlan, LayerState, RecurrentShape, RoundPlan
@@ -29,6 +30,7 @@ from specla.topology.tree import DraftTree
 
 if TYPE_CHECKING:
     from specla.models.gdn_fused import FusedDecoder
+    from specla.models.gdn_prefill import ChunkDecoder
 
 Convolve = Callable[[Tensor, Tensor], Tensor]
 Recur = Callable[[gdn.Inputs], Tensor]
@@ -123,23 +125,35 @@ class Decoder:
         beta_scale: float = 1.0,
     ) -> None:
         self._weights, self._shape, self._eps = weights, shape, eps
-        self.blocks = [
-            Block(w, shape, eps=eps, gated=gated, beta_scale=beta_scale) for w in weights.blocks
-        ]
-        self.head = Linear(weights.head)
+        self.blocks: list[Block] = []
         self._fused: FusedDecoder | None = None
+        self._chunks: ChunkDecoder | None = None
         if weights.embeddings.is_cuda:
-            # Triton is imported where there is a GPU only.
-            from specla.models.gdn_fused import FusedDecoder
+            self._use_gpu(gated, beta_scale)
+        else:
+            self.blocks = [
+                Block(w, shape, eps=eps, gated=gated, beta_scale=beta_scale)
+                for w in weights.blocks
+            ]
+            self.head = Linear(weights.head)
 
-            self._fused = FusedDecoder(
-                weights,
-                shape,
-                eps=eps,
-                gated=gated,
-                beta_scale=beta_scale,
-                pdl=torch.cuda.get_device_capability(weights.embeddings.device) >= (9, 0),
-            )
+    def _use_gpu(self, gated: bool, beta_scale: float) -> None:
+        """Kernels in the blocks' place. Triton is imported where there is a GPU only."""
+        from specla.models.gdn_fused import FusedDecoder
+        from specla.models.gdn_prefill import ChunkDecoder
+
+        given, eps = self._weights.embeddings, self._eps
+        pdl = torch.cuda.get_device_capability(given.device) >= (9, 0)
+        kernels, _ = prefill_kernels(str(given.dtype).removeprefix("torch."))
+        self._fused = FusedDecoder(
+            self._weights, self._shape, eps=eps, gated=gated, beta_scale=beta_scale, pdl=pdl
+        )
+        # Packed for the kernels: what it was made from is not kept.
+        self._weights = self._fused.weights
+        self._chunks = ChunkDecoder(
+            self._weights, self._shape, eps=eps, gated=gated, beta_scale=beta_scale,
+            kernels=kernels,
+        )  # fmt: skip
 
     def reserve(self, max_rows: int) -> None:
         """Room for rounds of `max_rows` flat nodes (see the model contract)."""
@@ -149,6 +163,9 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], slot: int, state: State) -> None:
         """Advance `slot` over one chunk of its prompt (see the model contract)."""
+        if self._chunks is not None:
+            self._chunks(tokens, slot, state)
+            return
         device = self._weights.embeddings.device
         x = self._weights.embeddings[torch.tensor(tokens, dtype=torch.int64, device=device)]
         for i, block in enumerate(self.blocks):
@@ -196,6 +213,8 @@ class Decoder:
         )
         star = DraftTree(tuple(range(leaves + 1)), (-1,) + (0,) * leaves)
         slots = [state.acquire(), state.acquire()]
+        if self._chunks is not None:
+            self._check_prefill(state, slots)
         plan = state.begin(slots, [star, star])
         many = self.verify(plan, state).clone()
         for leaf in {1, leaves // 2 + 1, leaves}:
@@ -210,6 +229,23 @@ class Decoder:
                         f"logits of one node differ between 2 and {len(many)} rows although "
                         "every product agrees; use mode plain without a drafter"
                     )
+
+    def _check_prefill(self, state: State, slots: Sequence[int]) -> None:
+        """The same chunk twice must leave the same bits. Also compiles the kernels."""
+        for slot in slots:
+            self.prefill([0, 1, 0], slot, state)
+        one, two = slots
+        if not all(
+            torch.equal(stored[one], stored[two])
+            for layer in state.layers
+            for stored in (layer.S, layer.tail)
+        ):
+            raise ExactnessUnavailable(
+                "exact mode needs prompts whose state has the same bits every time; prefilling "
+                "3 tokens twice gave two states; use mode plain without a drafter"
+            )
+        for slot in slots:
+            state.reset(slot)
 
 
 def _prefill_conv(tail: Tensor, x: Tensor, weight: Tensor) -> Tensor:

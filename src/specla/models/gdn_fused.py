@@ -9,7 +9,7 @@ logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,9 +78,9 @@ class FusedDecoder:
         pdl: bool,
     ) -> None:
         _check(shape)
-        self.weights, self.shape, self._eps = weights, shape, eps
+        self.weights, self.shape, self._eps = _packed(weights), shape, eps
         self._gated, self._beta_scale, self._pdl = gated, beta_scale, pdl
-        self.layers = [self._layer(w) for w in weights.blocks]
+        self.layers = [self._layer(w) for w in self.weights.blocks]
         self.head = PackedLinear(weights.head, "plain", pdl=pdl)
         self.max_rows = 0
         self.buffers: _Buffers
@@ -96,7 +96,7 @@ class FusedDecoder:
             weights=w,
             in_proj=PackedLinear(w.in_proj, "plain", pdl=self._pdl),
             o_proj=PackedLinear(w.o_proj, "partials", pdl=self._pdl),
-            gate_up=PackedLinear(pack_swiglu(w.gate_up), "swiglu", pdl=self._pdl),
+            gate_up=PackedLinear(w.gate_up, "swiglu", pdl=self._pdl),
             down=PackedLinear(w.down, "partials", pdl=self._pdl),
         )
 
@@ -150,6 +150,12 @@ class FusedDecoder:
             num_partials=linear.num_partials(x.shape[0]), max_partials=linear.max_partials,
             pdl=self._pdl,
         )  # fmt: skip
+
+
+def _packed(weights: DecoderWeights) -> DecoderWeights:
+    """With every gate_up packed; no other tensor is copied."""
+    blocks = [replace(block, gate_up=pack_swiglu(block.gate_up)) for block in weights.blocks]
+    return replace(weights, blocks=tuple(blocks))
 
 
 def _check(shape: RecurrentShape) -> None:

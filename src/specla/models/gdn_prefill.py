@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of a Gated DeltaNet model on a GPU: one chunk of one sequence per call.
+
+Products go through cuBLAS, what is between them through Triton kernels, the recurrence through
+fla's chunked kernels or the torch reference. A chunk is computed alone and every configuration is
+fixed, so its bits depend on its own tokens, their number and the state before it (rule I4); which
+chunks a prompt has follows from its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from specla.config import PrefillKernels
+from specla.models.gdn_decoder import BlockWeights, DecoderWeights
+from specla.ops import rows
+from specla.ops.contract import RecurrentShape
+from specla.ops.gdn import Inputs, prefill, reference
+from specla.ops.swiglu import packed_swiglu
+from specla.state import State
+
+# (S [G, V, K], becomes the state after the tokens; tokens; whether anybody reads o) -> o [T, G, V]
+Recur = Callable[[Tensor, Inputs, bool], Tensor]
+
+
+class ChunkDecoder:
+    """The decoder over one chunk of a prompt.
+
+    Args:
+        weights: with gate_up packed (`ops.gemm.pack_swiglu`), shared with the decode path.
+        kernels: the recurrence, "fla" (bfloat16) or "reference".
+
+    Raises:
+        KernelUnavailable: the fla-core that is installed is not the one that is known here.
+    """
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        shape: RecurrentShape,
+        *,
+        eps: float,
+        gated: bool,
+        beta_scale: float,
+        kernels: PrefillKernels,
+    ) -> None:
+        self._weights, self._shape, self._eps = weights, shape, eps
+        self._gated, self._beta_scale = gated, beta_scale
+        self._device, self._dtype = weights.embeddings.device, weights.embeddings.dtype
+        # What q, k and v are rounded to: fla multiplies in the activation dtype.
+        self._operands = self._dtype if kernels == "fla" else torch.float32
+        self._recur_over = self._by_fla() if kernels == "fla" else _by_reference
+
+    def __call__(self, tokens: Sequence[int], slot: int, state: State) -> None:
+        """Advance `slot` over `tokens`: S and tail of every layer, and the count."""
+        x, h = self._embed(tokens)
+        inputs = prefill.allocate(self._shape, len(tokens), self._operands, self._device)
+        recur = self._recur_over(len(tokens))
+        w = self._weights
+        norms = [block.attn_norm for block in w.blocks[1:]]
+        for i, block in enumerate(w.blocks):
+            S, tail = state.layers[i].S[slot], state.tail(i, slot)
+            last = i == len(norms)
+            y = linear(h, block.in_proj)
+            prefill.prepare(
+                y, block.conv, block.A, block.dt_bias, tail, inputs, shape=self._shape,
+                beta_scale=self._beta_scale,
+            )  # fmt: skip
+            o = recur(S, inputs, not last)
+            if not last:  # nobody reads what the last layer would put out
+                self._finish(block, x, h, y, o, norms[i])
+        state.advance(slot, len(tokens))
+
+    def _by_fla(self) -> Callable[[int], Recur]:
+        from specla.ops.gdn.fla_chunks import ChunkedRule, Workspace, shared_memory
+
+        rule = ChunkedRule(self._shape, shared_memory=shared_memory(self._device))
+
+        def over(num_tokens: int) -> Recur:
+            space = Workspace.allocate(self._shape, num_tokens, self._dtype, self._device)
+            return lambda S, x, outputs: rule(S, x, space, outputs=outputs)
+
+        return over
+
+    def _embed(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """x, h [T, D]: the embeddings, and those normed for the first layer."""
+        w, count = self._weights, len(tokens)
+        # One transfer. The tokens start at 16 bytes, where all of a kernel's tensors do.
+        sent = torch.tensor([count, 0, 0, 0, *tokens], dtype=torch.int32).to(self._device)
+        x = torch.empty(count, w.embeddings.shape[1], dtype=self._dtype, device=self._device)
+        h = torch.empty_like(x)
+        rows.embed_norm(
+            sent[4:].view(1, count), sent[:1], w.embeddings, w.blocks[0].attn_norm, x, h, self._eps
+        )
+        return x, h
+
+    def _finish(
+        self, w: BlockWeights, x: Tensor, h: Tensor, y: Tensor, o: Tensor, norm: Tensor
+    ) -> None:
+        """A layer from the recurrence's outputs o on: x, h [T, D] become the next layer's."""
+        channels = self._shape.conv_channels
+        mixed = torch.empty(len(x), o[0].numel(), dtype=self._dtype, device=self._device)
+        gate = y[:, channels : channels + mixed.shape[1]] if self._gated else None
+        rows.gated_norm(o, gate, w.o_norm, mixed, self._eps)
+        self._add(x, linear(mixed, w.o_proj), w.mlp_norm, h)
+        hidden = torch.empty(len(x), w.down.shape[1], dtype=self._dtype, device=self._device)
+        packed_swiglu(linear(h, w.gate_up), hidden)
+        self._add(x, linear(hidden, w.down), norm, h)
+
+    def _add(self, x: Tensor, delta: Tensor, norm: Tensor, h: Tensor) -> None:
+        """x += delta, h = rms_norm(x) * norm: a sum of one part, in the activation dtype."""
+        rows.add_partials_norm(x, delta, norm, h, self._eps, num_partials=1, max_partials=1)
+
+
+def _by_reference(num_tokens: int) -> Recur:
+    def recur(S: Tensor, x: Inputs, outputs: bool) -> Tensor:
+        o, S[:] = reference.prefill(S, x)
+        return o.contiguous()
+
+    return recur

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU's way through a prompt, in Triton's interpreter with the torch recurrence, against the
+CPU decoder. The recurrence by fla: tests/ops/test_fla_chunks.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import specla.models
+from specla.models.fla_gdn import FlaGDN
+from specla.models.toy import write_toy_checkpoint
+from specla.state import State
+
+pytest.importorskip("triton")
+from specla.models.gdn_fused import _packed
+from specla.models.gdn_prefill import ChunkDecoder
+
+
+def load(folder: Path, **options: object) -> FlaGDN:
+    path = write_toy_checkpoint(
+        folder, num_layers=2, hidden=32, head_dim=16, vocab=48, intermediate=40, **options
+    )
+    return specla.models.load(str(path), device="cpu", dtype=torch.float32)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heads": 1, "num_v_heads": 2, "expand_v": 1.0},
+        {"heads": 1, "expand_v": 2.0, "neg_eigval": True, "use_gate": False},
+    ],
+    ids=["two value heads per key head", "K != V, no gate"],
+)
+def test_chunks_agree_with_the_cpu_decoder(tmp_path: Path, options: dict[str, object]) -> None:
+    model = load(tmp_path, **options)
+    chunks = ChunkDecoder(
+        _packed(model._weights),
+        model.config.recurrent,
+        eps=model.config.norm_eps,
+        gated=model.config.use_gate,
+        beta_scale=2.0 if model.config.allow_neg_eigval else 1.0,
+        kernels="reference",
+    )
+    sizes = {"num_slots": 2, "max_nodes": 1}
+    one, two = (State(model.config.recurrent, **sizes) for _ in range(2))  # type: ignore[arg-type]
+    slot = one.acquire()
+    assert slot == two.acquire()
+    for tokens in ([5, 9, 13, 2, 7], [1], [3, 3, 40]):
+        model.prefill(tokens, slot, one)
+        chunks(tokens, slot, two)
+    assert two.logs[slot].durable_len == 9
+    for a, b in zip(one.committed_state(slot), two.committed_state(slot), strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5)
