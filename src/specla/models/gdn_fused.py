@@ -19,7 +19,7 @@ from specla.models.gdn_decoder import BlockWeights, DecoderWeights
 from specla.ops import rows
 from specla.ops.contract import DeviceRound, RecurrentShape
 from specla.ops.gdn import triton as gdn
-from specla.ops.gemm import PackedLinear, pack_swiglu
+from specla.ops.gemm import PROCESSORS, PackedLinear, pack_swiglu
 from specla.ops.walk import compile_walks
 from specla.state import State
 
@@ -33,6 +33,27 @@ class _Layer:
     o_proj: PackedLinear
     gate_up: PackedLinear
     down: PackedLinear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How the chain is launched; with dependent launch on Hopper only. Speed, no bits.
+
+    stream: products of few rows by `ops.gemm_stream`. mix: there, the gated norm inside o_proj.
+    early: there, kernels of one row let their successor start before they wait. ahead_mlp,
+    ahead_down, ahead_in: what the product before asks into L2, in elements of each row of
+    gate_up, of each span of a row of down, of each row of the next layer's in_proj. ring, alone:
+    see `gemm_stream.Ring`.
+    """
+
+    stream: bool = False
+    mix: bool = True
+    early: bool = True
+    ahead_mlp: int = 1024
+    ahead_down: int = 320
+    ahead_in: int = 256
+    ring: int = 200 * 1024
+    alone: bool = False
 
 
 class _Buffers:
@@ -62,6 +83,7 @@ class FusedDecoder:
     Args:
         weights: bfloat16 (float32 works, slowly) on one CUDA device.
         pdl: programmatic dependent launch (compute capability 9.0 and later).
+        options: for measurements.
 
     Raises:
         KernelUnavailable: key or value head dimensions the kernels do not have.
@@ -76,12 +98,18 @@ class FusedDecoder:
         gated: bool,
         beta_scale: float,
         pdl: bool,
+        options: Options | None = None,
     ) -> None:
         _check(shape)
         self.weights, self.shape, self._eps = _packed(weights), shape, eps
         self._gated, self._beta_scale, self._pdl = gated, beta_scale, pdl
         self.layers = [self._layer(w) for w in self.weights.blocks]
         self.head = PackedLinear(weights.head, "plain", pdl=pdl)
+        self._options = options or Options()
+        # The largest number of rows that each of these serves; 0: not at all.
+        self._stream_rows = self._mix_rows = 0
+        if pdl and self._options.stream and _is_hopper(weights.head):
+            self._stream()
         self.max_rows = 0
         self.buffers: _Buffers
 
@@ -100,6 +128,29 @@ class FusedDecoder:
             down=PackedLinear(w.down, "partials", pdl=self._pdl),
         )
 
+    def _stream(self) -> None:
+        """Serve few rows by `ops.gemm_stream`, each product asking ahead for the next one's."""
+        # Hopper's kernels: imported where they can run.
+        from specla.ops import gemm_stream as stream
+
+        o, width = self._options, self.shape.value_dim
+        nexts = [layer.in_proj for layer in self.layers[1:]] + [self.head]
+        for layer, following in zip(self.layers, nexts, strict=True):
+            span = layer.o_proj.tiling.span
+            mixes = o.mix and span % width == 0
+            streams = (
+                (layer.in_proj, None, 0, 0),
+                (layer.o_proj, layer.gate_up, o.ahead_mlp, width if mixes else 0),
+                (layer.gate_up, layer.down, o.ahead_down, 0),
+                (layer.down, following, o.ahead_in, 0),
+            )
+            for linear, ahead, count, block_k in streams:
+                _stream_linear(linear, ahead, count, block_k, o)
+            if mixes and layer.o_proj.stream:
+                self._mix_rows = stream.MAX_MIX_ROWS
+        _stream_linear(self.head, None, 0, 0, o)
+        self._stream_rows = stream.MAX_ROWS
+
     def __call__(self, rnd: DeviceRound, state: State) -> Tensor:
         """Logits [M, vocab] float32 of every node (rows of idle nodes are undefined): a view that
         the next call writes again."""
@@ -112,7 +163,7 @@ class FusedDecoder:
         norms = [block.attn_norm for block in w.blocks[1:]] + [w.norm]
         rows.embed_norm(
             rnd.tokens, rnd.num_nodes, w.embeddings, w.blocks[0].attn_norm, x, h, self._eps,
-            pdl=self._pdl,
+            pdl=self._pdl, early=self._early(num_rows),
         )  # fmt: skip
         for i, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
             self._mix(layer, i, rnd, state, h)
@@ -141,14 +192,24 @@ class FusedDecoder:
         )  # fmt: skip
         columns = s.conv_channels
         gate = y[:, columns : columns + mixed.shape[1]] if self._gated else None
-        rows.gated_norm(workspace.o, gate, w.o_norm, mixed, self._eps, pdl=self._pdl)
+        if num_rows <= self._mix_rows and layer.o_proj.stream:
+            mix = workspace.o, gate, w.o_norm, self._eps
+            layer.o_proj.stream(mixed, buffers.partials, mix)
+            return
+        rows.gated_norm(
+            workspace.o, gate, w.o_norm, mixed, self._eps,
+            pdl=self._pdl, early=self._early(num_rows),
+        )  # fmt: skip
         layer.o_proj(mixed, buffers.partials)
+
+    def _early(self, num_rows: int) -> bool:
+        return self._options.early and num_rows <= self._stream_rows
 
     def _add(self, x: Tensor, linear: PackedLinear, norm: Tensor, h: Tensor) -> None:
         rows.add_partials_norm(
             x, self.buffers.partials, norm, h, self._eps,
             num_partials=linear.num_partials(x.shape[0]), max_partials=linear.max_partials,
-            pdl=self._pdl,
+            pdl=self._pdl, early=self._early(x.shape[0]),
         )  # fmt: skip
 
 
@@ -156,6 +217,31 @@ def _packed(weights: DecoderWeights) -> DecoderWeights:
     """With every gate_up packed; no other tensor is copied."""
     blocks = [replace(block, gate_up=pack_swiglu(block.gate_up)) for block in weights.blocks]
     return replace(weights, blocks=tuple(blocks))
+
+
+def _is_hopper(weight: Tensor) -> bool:
+    if not weight.is_cuda or weight.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(weight.device)[0] == 9
+
+
+def _stream_linear(
+    linear: PackedLinear, ahead: PackedLinear | None, count: int, block_k: int, options: Options
+) -> None:
+    """Set `linear.stream`, if its shape allows. block_k: 0 for the shape's own."""
+    from specla.ops import gemm_stream as stream
+
+    span = linear.tiling.span
+    ring = stream.ring_for(linear.weight.shape[0], linear.max_partials, PROCESSORS)
+    ring = ring._replace(bytes=options.ring, alone=options.alone)
+    if block_k:
+        ring = ring._replace(block_k=block_k)
+    if not stream.fits(linear.weight, span, ring):
+        return
+    asked = None
+    if ahead and count:
+        asked = stream.Ahead(ahead.weight, ahead.tiling.span, count)
+    linear.stream = stream.StreamLinear(linear.weight, linear.kind, span, ring, asked)
 
 
 def _check(shape: RecurrentShape) -> None:

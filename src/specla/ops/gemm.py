@@ -24,7 +24,7 @@ one before.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import triton
 import triton.language as tl
@@ -32,6 +32,9 @@ from torch import Tensor
 
 from specla.errors import UnsupportedModel
 from specla.ops.rows import round_to, silu
+
+if TYPE_CHECKING:
+    from specla.ops.gemm_stream import StreamLinear
 
 Kind = Literal["plain", "swiglu", "partials"]
 
@@ -169,7 +172,8 @@ class PackedLinear:
     """A weight [O, I] and the launches that apply it.
 
     For kind "swiglu" the weight has been through `pack_swiglu`. All linears of one chain of
-    kernels agree on `pdl` (see the module's text).
+    kernels agree on `pdl` (see the module's text). stream: what serves few rows instead (see
+    `ops.gemm_stream`), with the same bits.
     """
 
     def __init__(
@@ -179,6 +183,7 @@ class PackedLinear:
         self.weight, self.kind = weight, kind
         outputs, inputs = weight.shape
         self.tiling = tiling or tiling_for(outputs, inputs, kind)
+        self.stream: StreamLinear | None = None
         self._pdl = pdl
         self._launches: dict[int, Launch] = {}
 
@@ -202,6 +207,9 @@ class PackedLinear:
         num_rows = x.shape[0]
         assert x.dtype == self.weight.dtype
         assert all(tensor.is_contiguous() for tensor in (x, out))
+        if self.stream and num_rows <= FEW_ROWS:
+            self.stream(x, out)
+            return
         launch = self._launch(num_rows)
         _gemm_kernel[launch.grid](x, self.weight, out, num_rows, **launch.meta)
 

@@ -125,6 +125,7 @@ def gated_norm(
         V=width,
         STRIDE=0 if gate is None else gate.stride(0),
         BLOCK=triton.next_power_of_2(width),
+        LEVELS=triton.next_power_of_2(width).bit_length() - 1,
         GATED=gate is not None,
         PDL=pdl,
         EARLY=early,
@@ -168,6 +169,16 @@ def silu(x):
 def _normed(x, weight, eps, WIDTH: tl.constexpr):
     """x [BLOCK] float32, zero from WIDTH on."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * weight
+
+
+@triton.jit
+def squares(x, LEVELS: tl.constexpr):
+    """The sum of x * x over x [2^LEVELS], neighbours first: in an order that no layout changes.
+    The fma keeps the compiler from merging a product into a sum in one layout only."""
+    total = tl.fma(x, x, tl.zeros_like(x))
+    for _ in tl.static_range(LEVELS):
+        total = tl.sum(tl.reshape(total, [total.shape[0] // 2, 2]), axis=1)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit(do_not_specialize=["nodes"])
@@ -250,6 +261,7 @@ def _gated_norm_kernel(
     V: tl.constexpr,
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -261,7 +273,9 @@ def _gated_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         _wait(EARLY)
-    y = _normed(tl.load(o_ptr + at, mask=inside, other=0.0), weight, eps, V)
+    o = tl.load(o_ptr + at, mask=inside, other=0.0)
+    # The same operations as in ops.gemm_stream, which does this for few rows.
+    y = o * tl.rsqrt(squares(o, LEVELS) / V + eps) * weight
     if GATED:
         gate = tl.load(gate_ptr + row * STRIDE + head * V + column, mask=inside, other=0.0)
         y = y * silu(gate.to(tl.float32))
