@@ -49,10 +49,11 @@ Tick = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class _Round:
-    """One bucket: its graphs and what they read and write. read [B, words]: pinned."""
+    """One bucket: its graphs and what they read and write. host, read, read_path: pinned."""
 
     rnd: DeviceRound
     rows: RowArrays
+    host: RowArrays
     verdicts: Tensor
     read: list[Tensor]
     read_path: Tensor
@@ -130,7 +131,7 @@ class GraphRounds:
         one = self._buckets[self._key]
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
         self._plan(rows, trees, self._max_nodes)
-        _fill_rows(one.rows, rows, history=True)
+        _fill_rows(one, rows, history=True)
 
     def _launch(self) -> list[tuple[Running, Verdict | None]]:
         one = self._buckets[self._key]
@@ -186,7 +187,7 @@ class GraphRounds:
         self._graph(bucket(len(rows)), nodes, False)
         one = self._buckets[bucket(len(rows)), nodes]
         plan = self._plan(rows, trees, nodes)
-        _fill_rows(one.rows, rows, history=False)
+        _fill_rows(one, rows, history=False)
         one.graphs[False].replay()
         one.read[0].copy_(one.verdicts, non_blocking=True)
         one.read_path.copy_(one.rnd.path, non_blocking=True)
@@ -238,16 +239,18 @@ class GraphRounds:
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
+        rows = RowArrays(
+            seed=zeros(num_rows, dtype=torch.int64),
+            len_tokens=zeros(num_rows),
+            remaining=zeros(num_rows),
+            temperature=zeros(num_rows, dtype=torch.float64),
+            ends=zeros(num_rows, MAX_ENDS),
+            history=zeros(num_rows, MAX_HISTORY if num_nodes == self._max_nodes else 1),
+        )
         return _Round(
             rnd=rnd,
-            rows=RowArrays(
-                seed=zeros(num_rows, dtype=torch.int64),
-                len_tokens=zeros(num_rows),
-                remaining=zeros(num_rows),
-                temperature=zeros(num_rows, dtype=torch.float64),
-                ends=zeros(num_rows, MAX_ENDS) - 1,
-                history=zeros(num_rows, MAX_HISTORY if num_nodes == self._max_nodes else 1),
-            ),
+            rows=rows,
+            host=RowArrays(*(torch.zeros_like(x, device="cpu").pin_memory() for x in rows)),
             verdicts=zeros(num_rows, words),
             read=[torch.zeros(num_rows, words, dtype=torch.int32).pin_memory() for _ in "ab"],
             read_path=torch.zeros(rnd.path.shape, dtype=torch.int32).pin_memory(),
@@ -268,27 +271,26 @@ def _on_device(row: Running) -> bool:
     return is_unfiltered(row.request.params) and len(row.end_token_ids) <= MAX_ENDS
 
 
-def _fill_rows(arrays: RowArrays, rows: Sequence[Running], *, history: bool) -> None:
-    count = len(rows)
-
-    def put(target: Tensor, values: Sequence[object]) -> None:
-        target[:count] = torch.tensor(values, dtype=target.dtype, device="cpu").to(
-            target.device, non_blocking=True
-        )
-
-    signed = [(row.request.seed + 2**63) % 2**64 - 2**63 for row in rows]
-    put(arrays.seed, signed)
-    put(arrays.len_tokens, [len(row.tokens) for row in rows])
-    put(arrays.remaining, [row.remaining for row in rows])
-    put(arrays.temperature, [float(row.request.params.temperature) for row in rows])
+def _fill_rows(one: _Round, rows: Sequence[Running], *, history: bool) -> None:
+    """Through pinned memory, so that nothing waits for the device."""
     ends = [sorted(row.end_token_ids)[:MAX_ENDS] for row in rows]
-    put(arrays.ends, [[*e, *[-1] * (MAX_ENDS - len(e))] for e in ends])
+    values = {
+        "seed": [(row.request.seed + 2**63) % 2**64 - 2**63 for row in rows],
+        "len_tokens": [len(row.tokens) for row in rows],
+        "remaining": [row.remaining for row in rows],
+        "temperature": [float(row.request.params.temperature) for row in rows],
+        "ends": [[*e, *[-1] * (MAX_ENDS - len(e))] for e in ends],
+    }
+    for name, column in values.items():
+        staged: Tensor = getattr(one.host, name)
+        staged[: len(rows)] = torch.tensor(column, dtype=staged.dtype)
+        getattr(one.rows, name).copy_(staged, non_blocking=True)
     if history:
-        for b, row in enumerate(rows):
-            kept = row.tokens[: arrays.history.shape[1]]
-            arrays.history[b, : len(kept)] = torch.tensor(kept, dtype=torch.int32).to(
-                arrays.history.device
-            )
+        kept = [row.tokens[: one.host.history.shape[1]] for row in rows]
+        for b, tokens in enumerate(kept):
+            one.host.history[b, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        longest = max(map(len, kept))
+        one.rows.history[:, :longest].copy_(one.host.history[:, :longest], non_blocking=True)
 
 
 def _verdict(line: Sequence[int], path: Sequence[int]) -> Verdict | None:

@@ -17,14 +17,14 @@ from specla.ops.contract import DevicePlan, DeviceRound, Factors, LayerState, Re
 from specla.state.log import Log
 from specla.topology.tree import DraftTree
 
-MAX_PARTS = 8
+MAX_PARTS = 4
 """Most programs that share the walk of one row's tree; a power of two."""
 
 
 def walk_shape(num_rows: int, num_nodes: int) -> tuple[int, int, int]:
     """[rows, parts, words] of a bucket's compiled walks (see ops.walk): few rows leave a GPU idle,
     so their trees are cut up; speed only, never bits."""
-    parts = max(1, min(MAX_PARTS, num_nodes // 4) // num_rows)
+    parts = max(1, min(MAX_PARTS, num_nodes // 8) // num_rows)
     return num_rows, parts, 1 + 2 * num_nodes + num_nodes * num_nodes // 8
 
 

@@ -86,11 +86,11 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile_for(shape: RecurrentShape, num_rows: int) -> Tile:
-    """Small tiles while they all run at once anyway, then as large as registers hold, which
-    reuses q and k most."""
-    large = 2048 // shape.key_dim
-    few = num_rows * shape.num_value_heads * shape.value_dim <= 1056 * large // 2
+def tile_for(shape: RecurrentShape, programs: int, *, branching: bool) -> Tile:
+    """`programs` share a state tile's rows of V: small tiles while they all run at once anyway,
+    then as large as registers hold (with a checkpoint, half), which reuses q and k most."""
+    large = 2048 // shape.key_dim if branching else 16
+    few = programs * shape.num_value_heads * shape.value_dim <= 1056 * large // 2
     return Tile(max(4, large // 2 if few else large), 1)
 
 
@@ -180,9 +180,9 @@ def walk(
     num_rows, num_nodes = rnd.parents.shape
     branching = branching and num_nodes > 2
     s = shape
-    rows, warps = tile or tile_for(s, num_rows)
-    tiles = s.value_dim // rows
     parts = rnd.walk.shape[1]
+    rows, warps = tile or tile_for(s, num_rows * parts, branching=branching)
+    tiles = s.value_dim // rows
     _walk_kernel[(tiles * s.num_value_heads, num_rows, parts)](
         layer.S,
         layer.factors.k,
