@@ -131,8 +131,8 @@ def _prepare_kernel(
     y = round_to(silu(acc), y_ptr.dtype.element_ty).to(tl.float32)
     mask = used[None, :] & real[:, None]
     if is_value:
-        at = (token[:, None] * G + head) * V + column[None, :]
-        tl.store(v_ptr + at, round_to(y, v_ptr.dtype.element_ty), mask=mask)
+        place = (token[:, None] * G + head) * V + column[None, :]
+        tl.store(v_ptr + place, round_to(y, v_ptr.dtype.element_ty), mask=mask)
         gates = y_ptr + token * STRIDE + (STRIDE - 2 * G) + head
         a = tl.load(gates, mask=real, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
         tl.store(g_ptr + token * G + head, tl.load(A_ptr + head) * softplus(a), mask=real)
@@ -140,8 +140,8 @@ def _prepare_kernel(
         tl.store(beta_ptr + token * G + head, beta_scale / (1 + tl.exp(-b)), mask=real)
     else:
         y = y / tl.sqrt(tl.sum(y * y, axis=1) + 1e-6)[:, None]
-        at = (token[:, None] * H + head) * K + column[None, :]
+        place = (token[:, None] * H + head) * K + column[None, :]
         if part < H:
-            tl.store(q_ptr + at, round_to(y * scale, q_ptr.dtype.element_ty), mask=mask)
+            tl.store(q_ptr + place, round_to(y * scale, q_ptr.dtype.element_ty), mask=mask)
         else:
-            tl.store(k_ptr + at, round_to(y, k_ptr.dtype.element_ty), mask=mask)
+            tl.store(k_ptr + place, round_to(y, k_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exactness on a GPU (rule I4): tokens and folded state equal the bytes of each row's own plain
+decoding, alone. GDN-1.3B's shape with random bfloat16 weights, and the demo model.
+
+    pytest -m gpu tests/engine/test_gpu.py -s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from specla.bench.random_model import RandomGDN, gdn_1_3b
+from specla.drafters.base import Drafter, DraftRow
+from specla.drafters.ngram import NgramDrafter
+from specla.drafters.none import NoDrafter
+from specla.engine.engine import Engine
+from specla.request import Request, SamplingParams
+from specla.state import State
+from specla.testing import AdversarialDrafter, OracleDrafter, RandomTreeDrafter
+
+pytestmark = pytest.mark.gpu
+TOKENS = 512
+Prompt = tuple[int, ...]
+States = list[tuple[Tensor, Tensor]]
+
+
+class Remembering(State):
+    """Keeps what a slot's committed state came to when it is given back."""
+
+    kept: dict[int, States]
+
+    def release(self, slot: int) -> None:
+        self.kept[slot] = self.committed_state(slot)
+        super().release(slot)
+
+
+@cache
+def model() -> RandomGDN:
+    return gdn_1_3b()
+
+
+def prompt(row: int) -> Prompt:
+    """Lengths differ, so that rows are at different phases of their logs."""
+    return tuple((37 * row + 11 * i) % 31000 + 5 for i in range(3 + 7 * row % 90))
+
+
+def sampling(row: int, count: int = TOKENS) -> SamplingParams:
+    """Every third row samples."""
+    temperature = 0.8 if row % 3 == 2 else 0.0
+    return SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
+
+
+def decode(
+    rows: Sequence[int], drafter: Drafter, *, max_nodes: int, count: int = TOKENS
+) -> dict[int, tuple[tuple[int, ...], States]]:
+    """Tokens and final states of these rows, all in one engine."""
+    target = model()
+    state = Remembering(
+        target.info.recurrent,
+        num_slots=len(rows),
+        max_nodes=max_nodes,
+        log_capacity=16,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    state.kept = {}
+    engine = Engine(target, state, drafter, mode="exact", prefill_chunk=256)
+    for row in rows:
+        engine.add(
+            Request(
+                request_id=str(row),
+                prompt=None,
+                prompt_token_ids=prompt(row),
+                params=sampling(row, count),
+                seed=row,
+            )
+        )
+    tokens: dict[int, tuple[int, ...]] = {}
+    slots: dict[int, int] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.completion is not None:
+                tokens[int(delta.request_id)] = delta.completion.token_ids
+        for name, running in engine.scheduler.running.items():
+            slots[int(name)] = running.slot
+    return {row: (tokens[row], state.kept[slots[row]]) for row in rows}
+
+
+@cache
+def alone(row: int) -> tuple[tuple[int, ...], States]:
+    """Plain decoding of one row, in an engine of its own, through the host's trees."""
+    return decode([row], HostNone(), max_nodes=1)[row]
+
+
+class HostNone(NoDrafter):
+    """No drafts, and no rounds without the host either: cursors stay the host's."""
+
+    launch = None  # type: ignore[assignment]
+
+
+def truth(row: DraftRow) -> Sequence[int]:
+    """The whole plain output of the row's prompt."""
+    return _by_prompt()[tuple(row.tokens[: row.num_prompt_tokens])]
+
+
+@cache
+def _by_prompt() -> dict[Prompt, tuple[int, ...]]:
+    return {prompt(row): alone(row)[0] for row in ROWS}
+
+
+ROWS = range(8)
+VOCAB = 32000
+DRAFTERS: dict[str, Callable[[int], Drafter]] = {
+    "every draft rejected": lambda nodes: AdversarialDrafter(
+        truth, vocab_size=VOCAB, depth=nodes - 1
+    ),
+    "every draft accepted": lambda nodes: OracleDrafter(
+        truth, depth=max(1, (nodes - 1) // 3), decoys=2, vocab_size=VOCAB
+    ),
+    "random acceptance": lambda nodes: RandomTreeDrafter(
+        5, VOCAB, max_depth=12, max_children=4, truth=truth, p_right=0.7
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 4), (1, 64), (8, 16), (8, 64)])
+def test_trees_give_the_bytes_of_plain_decoding(kind: str, batch: int, nodes: int) -> None:
+    got = decode(list(ROWS)[:batch], DRAFTERS[kind](nodes), max_nodes=nodes)
+    _assert_as_alone(got)
+
+
+def test_sixty_four_rows_of_sixteen_nodes() -> None:
+    """Eight prompts, each in eight rows that start and end at different rounds."""
+    drafter = RandomTreeDrafter(6, VOCAB, max_depth=8, truth=truth, p_right=0.6)
+    target = model()
+    state = State(
+        target.info.recurrent,
+        num_slots=64,
+        max_nodes=16,
+        log_capacity=16,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    engine = Engine(target, state, drafter, mode="exact", prefill_chunk=256)
+    done: dict[str, tuple[int, ...]] = {}
+    for i in range(64):
+        row = i % 8
+        request = Request(
+            request_id=f"{i}",
+            prompt=None,
+            prompt_token_ids=prompt(row),
+            params=sampling(row),
+            seed=row,
+        )
+        engine.add(request)
+        for delta in engine.step() if i % 4 == 3 else []:
+            if delta.completion:
+                done[delta.request_id] = delta.completion.token_ids
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.completion:
+                done[delta.request_id] = delta.completion.token_ids
+    for i in range(64):
+        assert done[str(i)] == alone(i % 8)[0], i
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("name", ["none", "ngram"])
+def test_rounds_without_the_host_give_the_same_tokens(name: str, batch: int) -> None:
+    drafter: Drafter = NoDrafter() if name == "none" else NgramDrafter()
+    got = decode(list(ROWS)[:batch], drafter, max_nodes=16 if name == "ngram" else 1)
+    for row, (tokens, _) in got.items():
+        assert tokens == alone(row)[0], row
+
+
+def test_a_free_round_never_synchronises() -> None:
+    target = model()
+    state = State(
+        target.info.recurrent,
+        num_slots=1,
+        max_nodes=16,
+        log_capacity=16,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    engine = Engine(target, state, NgramDrafter(), mode="exact", prefill_chunk=256)
+    engine.add(
+        Request(
+            request_id="r",
+            prompt=None,
+            prompt_token_ids=prompt(1),
+            params=sampling(0, 64),
+            seed=0,
+        )
+    )
+    for _ in range(4):
+        engine.step()
+    replay = engine.last_graph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _assert_as_alone(got: dict[int, tuple[tuple[int, ...], States]]) -> None:
+    for row, (tokens, states) in got.items():
+        want, want_states = alone(row)
+        assert tokens == want, f"row {row}: tokens"
+        for i, ((S, tail), (S2, tail2)) in enumerate(zip(states, want_states, strict=True)):
+            assert torch.equal(S, S2), f"row {row}: S of layer {i}"
+            assert torch.equal(tail, tail2), f"row {row}: tail of layer {i}"
