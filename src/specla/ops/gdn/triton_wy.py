@@ -75,7 +75,8 @@ class ClosedForm(NamedTuple):
         log_capacity: int,
         device: torch.device | str,
     ) -> ClosedForm:
-        """Room for num_rows trees of max_nodes nodes; smaller rounds use the beginning."""
+        """Room for num_rows trees of max_nodes nodes, the width of a bank; smaller rounds use the
+        beginning."""
         heads, nodes = num_rows * shape.num_value_heads, _padded(max_nodes)
         log = _log_width(log_capacity, max_nodes)
 
@@ -117,11 +118,14 @@ def tile_for(shape: RecurrentShape, num_rows: int, num_nodes: int) -> Tile:
 def compile_masks(rnd: DeviceRound, form: ClosedForm, *, log_capacity: int) -> None:
     """Fill form.ancestors and form.places from the round's trees and logs; once per round."""
     num_rows, num_nodes = rnd.parents.shape
+    log = _log_width(log_capacity, rnd.path.shape[1])
+    assert form.ancestors.numel() >= num_rows * num_nodes, "form is for fewer rows or nodes"
+    assert form.places.numel() >= num_rows * log, "form is for fewer rows or a narrower bank"
     mask_kernel[(num_rows,)](
         *(rnd.parents, rnd.num_nodes, rnd.bank, rnd.ring_len, rnd.path_len, rnd.path),
         *(form.ancestors, form.places, num_nodes, rnd.path.shape[1], log_capacity),
         NODES=_padded(num_nodes),
-        LOG=_log_width(log_capacity, rnd.path.shape[1]),
+        LOG=log,
         num_warps=1,
     )
 
@@ -155,6 +159,9 @@ def walk_wy(
     assert num_nodes <= MAX_NODES, f"the bitsets hold {MAX_NODES} nodes, got {num_nodes}"
     tile = tile or tile_for(shape, num_rows, num_nodes)
     log = _log_width(log_capacity, rnd.path.shape[1])
+    needed = num_rows * shape.num_value_heads * 2 * _padded(num_nodes)
+    assert form.solution.numel() >= needed * _padded(num_nodes), "form is for fewer rows or nodes"
+    assert form.reads.numel() >= needed * log, "form is for fewer rows or a narrower bank"
     s, factors, launch = shape, layer.factors, {"launch_pdl": True} if pdl else {}
     rows = (rnd.slot, rnd.num_nodes, rnd.bank, rnd.ring_len, rnd.path_len)
     sizes = (num_nodes, rnd.path.shape[1], factors.k.shape[1], log_capacity, threshold)
