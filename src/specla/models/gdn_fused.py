@@ -42,8 +42,8 @@ class Options:
     stream: products of few rows by `ops.gemm_stream`. mix: there, the gated norm inside o_proj.
     early: there, kernels of one row let their successor start before they wait. ahead_mlp,
     ahead_down, ahead_in: what the product before asks into L2, in elements of each row of
-    gate_up, of each span of a row of down, of each row of the next layer's in_proj. ring, alone:
-    see `gemm_stream.Ring`.
+    gate_up, of each span of a row of down, of each row of the next layer's in_proj. ring, alone,
+    warm: see `gemm_stream.Ring`.
     """
 
     stream: bool = False
@@ -54,6 +54,7 @@ class Options:
     ahead_in: int = 256
     ring: int = 200 * 1024
     alone: bool = False
+    warm: bool = False
 
 
 class _Buffers:
@@ -233,7 +234,7 @@ def _stream_linear(
 
     span = linear.tiling.span
     ring = stream.ring_for(linear.weight.shape[0], linear.max_partials, PROCESSORS)
-    ring = ring._replace(bytes=options.ring, alone=options.alone)
+    ring = ring._replace(bytes=options.ring, alone=options.alone, warm=options.warm)
     if block_k:
         ring = ring._replace(block_k=block_k)
     if not stream.fits(linear.weight, span, ring):

@@ -59,7 +59,8 @@ class Ahead(NamedTuple):
 class Ring(NamedTuple):
     """How a weight [O, I] is streamed: tiles and warps. Never changes bits.
 
-    alone: take `bytes` even where the span is shorter.
+    alone: take `bytes` even where the span is shorter. warm: load a tile of x for nothing before
+    the wait, so that its descriptor has been fetched by the time that counts.
     """
 
     block_o: int
@@ -67,6 +68,7 @@ class Ring(NamedTuple):
     warps: int
     bytes: int = RING
     alone: bool = False
+    warm: bool = False
 
 
 # x as `rows.gated_norm` makes it, for o_proj: o [M, G, V] float32; gate [M, G * V], columns of a
@@ -132,7 +134,7 @@ class StreamLinear:
         r, span = self.ring, min(self.span, inputs)
         stage = (r.block_o + block_m) * r.block_k * 2
         blocks = triton.cdiv(span, r.block_k)
-        slots = max(1, r.bytes // stage)
+        slots = max(1, (r.bytes - 2 * r.warm * block_m * r.block_k) // stage)
         assert not mix or (blocks <= slots and block_m <= MAX_MIX_ROWS)
         meta: dict[str, Any] = {
             "OUT": outputs,
@@ -144,6 +146,7 @@ class StreamLinear:
             "BLOCKS": blocks,
             "STAGES": min(slots, blocks),
             "SLOTS": slots if r.alone else min(slots, blocks),
+            "WARM": r.warm and not mix,
             "SWIGLU": self.kind == "swiglu",
             "MIX": mix,
             "GATED": gated,
@@ -282,6 +285,7 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     SLOTS: gl.constexpr,
+    WARM: gl.constexpr,
     SWIGLU: gl.constexpr,
     MIX: gl.constexpr,
     GATED: gl.constexpr,
@@ -304,6 +308,14 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     fence_async_shared()
     for s in gl.static_range(STAGES):
         mbarrier.expect(full.index(s), BYTES)
+        _load(w_tiles, [first, begin + s * BLOCK_K], full.index(s), ws.index(s))
+    if WARM:
+        spare = gl.allocate_shared_memory(x_tiles.dtype, [BLOCK_M, BLOCK_K], x_tiles.layout)
+        warmed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(warmed, count=1)
+        fence_async_shared()
+        mbarrier.expect(warmed, 2 * BLOCK_M * BLOCK_K)
+        _load(x_tiles, [0, begin], warmed, spare)
     if MIX:
         # A warp has a row of a head.
         rows: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 32], [1, 32], [num_warps, 1], [1, 0])
@@ -313,8 +325,6 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
         weight = gl.load(norm_ptr + column).to(gl.float32)
         o_ptrs = o_ptr + m * IN + begin + column
         gate_ptrs = gate_ptr + m * gate_stride + begin + column
-    for s in gl.static_range(STAGES):
-        _load(w_tiles, [first, begin + s * BLOCK_K], full.index(s), ws.index(s))
     if NEXT_BYTES > 0 and BLOCKS == STAGES:
         _ask_ahead(next_ptr, NEXT_ROWS, NEXT_IN, NEXT_SPAN, NEXT_BYTES, PROGRAMS, num_warps)
     gdc_launch_dependents()
@@ -364,6 +374,8 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
         if slot == STAGES:
             slot = 0
             phase ^= 1
+    if WARM:
+        mbarrier.wait(warmed, 0)
     # From zero, as a sum of spans: no negative zero.
     total = zeros + warpgroup_mma_wait(0, deps=(acc,))
 
