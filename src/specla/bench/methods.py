@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -178,7 +178,7 @@ def exact(*, pdl: bool = True, with_prepare: bool = True) -> Method:
 
 
 def fast(
-    precision: Literal["tf32", "tf32x3"] = "tf32", *, pdl: bool = True, with_prepare: bool = True
+    precision: triton_wy.Precision = "bf16x3", *, pdl: bool = True, with_prepare: bool = True
 ) -> Method:
     """Our closed form on tensor cores; without prepare: the state kernels alone. Masks are
     compiled once per round, like the walk lists, and are not in a layer's time."""
@@ -213,7 +213,7 @@ def fast(
             traffic=moved + traffic.prepare(case) if with_prepare else moved,
         )
 
-    name = "fast" if precision == "tf32" else f"fast, {precision}"
+    name = "fast" if precision == "bf16x3" else f"fast, {precision}"
     name = name if with_prepare else f"{name}, state only"
     return Method(
         name=name if pdl else f"{name}, no overlap",
