@@ -47,7 +47,6 @@ def _times(rows: Sequence[Row]) -> Any:
         values = [r.us or 0.0 for r in bars]
         places = axis.barh([r.method for r in bars], values, color=colours)
         axis.bar_label(places, labels=[f" {value:.1f}" for value in values], fontsize=7)
-        axis.set_xscale("log")
         axis.set_title(f"{case}, us per layer", fontsize=9)
         axis.tick_params(labelsize=7)
         axis.margins(x=0.15)

@@ -157,7 +157,7 @@ def _ours(plan: Plan) -> list[Method]:
         exact(pdl=False),
         exact(pdl=False, with_prepare=False),
         fast(pdl=plan.pdl),
-        fast("tf32x3", pdl=plan.pdl),
+        fast("tf32", pdl=plan.pdl),
     ]
 
 

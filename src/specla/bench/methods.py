@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -181,7 +182,11 @@ def fast(
     precision: triton_wy.Precision = "bf16x3", *, pdl: bool = True, with_prepare: bool = True
 ) -> Method:
     """Our closed form on tensor cores; without prepare: the state kernels alone. Masks are
-    compiled once per round, like the walk lists, and are not in a layer's time."""
+    compiled once per round, like the walk lists, and are not in a layer's time.
+
+    precision: of its products; None: the kernel's own choice, which is what the engine runs.
+    """
+    walk = partial(triton_wy.walk_wy, precision=precision) if precision else triton_wy.walk_wy
 
     def build(problem: Problem) -> Runner:
         launch, case = Launch.bind(problem, pdl=pdl), problem.case
@@ -191,7 +196,7 @@ def fast(
         triton_wy.compile_masks(problem.round, form, log_capacity=case.log_capacity)
 
         def verify(layer: LayerState) -> None:
-            triton_wy.walk_wy(
+            walk(
                 layer,
                 problem.round,
                 launch.workspace,
@@ -199,7 +204,6 @@ def fast(
                 shape=case.shape,
                 log_capacity=case.log_capacity,
                 threshold=case.threshold,
-                precision=precision,
                 pdl=pdl,
             )
 
