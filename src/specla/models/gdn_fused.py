@@ -46,13 +46,13 @@ class Options:
     warm: see `gemm_stream.Ring`.
     """
 
-    stream: bool = False
+    stream: bool = True
     mix: bool = True
     early: bool = True
-    ahead_mlp: int = 1024
-    ahead_down: int = 320
-    ahead_in: int = 256
-    ring: int = 200 * 1024
+    ahead_mlp: int = 0
+    ahead_down: int = 0
+    ahead_in: int = 0
+    ring: int = 150 * 1024
     alone: bool = False
     warm: bool = False
 

@@ -110,7 +110,7 @@ class StreamLinear:
         outputs, inputs = self.weight.shape
         num_rows = x.shape[0]
         block_m = max(8, triton.next_power_of_2(num_rows))
-        key = (block_m, mix is not None, mix is not None and mix.gate is not None)
+        key = (block_m, mix is not None, mix is not None and mix[1] is not None)
         if key not in self._metas:
             self._metas[key] = self._meta(*key)
         grid = (triton.cdiv(outputs, self.ring.block_o), triton.cdiv(inputs, self.span))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specla.ops.contract import RecurrentShape
 from specla.ops.gdn import Inputs
-from specla.ops.gdn.triton import softplus
+from specla.ops.gdn.triton_prepare import softplus
 from specla.ops.rows import round_to, silu
 
 BLOCK_TOKENS = 16
