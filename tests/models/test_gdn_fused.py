@@ -18,7 +18,7 @@ from specla.state import State
 from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
-from specla.models.gdn_fused import FusedDecoder  # noqa: E402
+from specla.models.gdn_fused import FusedDecoder
 
 
 def load(folder: Path, **options: object) -> FlaGDN:

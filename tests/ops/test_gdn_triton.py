@@ -176,14 +176,7 @@ def test_tilings_give_the_same_bits(name: str) -> None:
     trees = [random_parents(i, 16, 1 + i) for i in range(4)]
     first = None
     for parts in (1, 2, 8):
-        for tile in (
-            kernels.Tile(4, 1),
-            kernels.Tile(8, 1),
-            kernels.Tile(16, 1),
-            kernels.Tile(8, 2),
-            kernels.Tile(16, 4),
-            kernels.Tile(32, 4),
-        ):
+        for tile in map(kernels.Tile, (4, 8, 16, 8, 16, 32), (1, 1, 1, 2, 4, 4)):
             results = _on_gpu(shape, trees, tile, parts)
             first = first or results
             assert all(map(torch.equal, first, results)), (parts, tile)

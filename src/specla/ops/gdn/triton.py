@@ -6,7 +6,7 @@ g; `walk` carries one live state tile per program through the log and the tree a
 
 Exactness (rule I4). A state row's K elements lie in one group of `lanes_for(K)` threads. The two
 reductions over K therefore add in one order, in registers and then across those lanes, whatever
-the value tile, warp count, tree or batch; the update is one explicit fma, in walk and replay
+the value tile, tree or batch; the update is one explicit fma, in walk and replay
 alike. tests/ops/test_gdn_triton.py compares every pair of tilings bitwise on a GPU. Replaying
 recorded factors gives the bits that walking gave, so a branch needs no stored state
 (docs/adr/0012).
@@ -42,17 +42,22 @@ def lanes_for(key_dim: int) -> int:
     return 16 if key_dim >= 256 else 8
 
 
+# Of axes that are contiguous in memory alike, Triton's coalescing gives lanes and warps to the
+# first ones up to 3.6 and to the last ones in 3.9; the kernel names its axes in that order.
+FORWARD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+
+
 class Tile(NamedTuple):
-    """How `walk` cuts a value head: rows of V per program, and warps. Never changes bits."""
+    """How `walk` cuts a value head: rows of V per program, and warps. Speed, never bits."""
 
     rows: int
     warps: int
 
 
 def tile_for(shape: RecurrentShape, programs: int, *, branching: bool) -> Tile:
-    """`programs` share a state tile's rows of V: small tiles while they all run at once anyway,
-    then as large as registers hold (with a checkpoint, half), which reuses q and k most."""
-    large = 2048 // shape.key_dim if branching else 16
+    """`programs` share a tile's rows: small tiles while they all run at once anyway, then as
+    large as registers hold (with a checkpoint, half), which reuses q and k most."""
+    large = min(16, 2048 // shape.key_dim) if branching else 16
     few = programs * shape.num_value_heads * shape.value_dim <= 1056 * large // 2
     return Tile(max(4, large // 2 if few else large), 1)
 
@@ -114,10 +119,11 @@ def walk(
         V=s.value_dim,
         TILE=rows,
         LANES=lanes_for(s.key_dim),
-        WARPS=warps,
         PARTS=parts,
         BRANCHING=branching,
         PDL=pdl,
+        WARPS=warps,
+        FORWARD=FORWARD,
         num_warps=warps,
         **overlap(pdl),
     )
@@ -146,16 +152,16 @@ def _operands(k_at, v_at, g_at, beta_at, node, k_step, v_step, g_step):
 
 
 @triton.jit
-def _dot(S, x):
-    """S x over K: [deep, R, warps, rows, wide] and [deep, 1, ...] -> [R, warps, rows]. In
-    registers first."""
-    return tl.sum(tl.sum(S * x, axis=0), axis=3)
+def _dot(S, x, FORWARD: tl.constexpr):
+    """S x over K, in registers first: S and x without its R axis -> the axes of u."""
+    return tl.sum(tl.sum(S * x, axis=3 if FORWARD else 0), axis=3)
 
 
 @triton.jit
-def _update(S, u, k):
-    """S + u k^T, rounded once; u [R, warps, rows]."""
-    u = tl.broadcast_to(u[None, :, :, :, None], S.shape)
+def _update(S, u, k, FORWARD: tl.constexpr):
+    """S + u k^T, rounded once."""
+    u = u[:, :, :, None, None] if FORWARD else u[None, :, :, :, None]
+    u = tl.broadcast_to(u, S.shape)
     return tl.fma(u, tl.broadcast_to(k, S.shape), S)
 
 
@@ -170,6 +176,7 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
     num_columns, num_path, num_entries, log_capacity, walk_stride, threshold,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
+    FORWARD: tl.constexpr,
     BRANCHING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = V // TILE
@@ -193,16 +200,25 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
         return
     fold = log_len > threshold
     path_ptr += b * num_path - ring_len
-    # One layout for everything over K: the compiler spreads a warp over the last axis (LANES by 4
-    # elements) and the one before, warps over the third; the first two stay in registers.
-    deep = tl.arange(0, DEEP)[:, None, None, None, None]
-    high = tl.arange(0, HIGH)[None, :, None, None, None]
-    warp = tl.arange(0, WARPS)[None, None, :, None, None]
-    lane_row = tl.arange(0, ROWS)[None, None, None, :, None]
+    # One layout for everything over K, [rows, warps, R, K / WIDE, WIDE] or with the first four
+    # axes the other way round: the compiler spreads a warp over the last axis (LANES by 4
+    # elements) and over rows, warps over their axis; the other two stay in registers.
+    if FORWARD:
+        lane_row = tl.arange(0, ROWS)[:, None, None, None, None]
+        warp = tl.arange(0, WARPS)[None, :, None, None, None]
+        high = tl.arange(0, HIGH)[None, None, :, None, None]
+        deep = tl.arange(0, DEEP)[None, None, None, :, None]
+        row = tl.arange(0, ROWS)[:, None, None] + tl.arange(0, HIGH)[None, None, :] * ROWS
+        row += tl.arange(0, WARPS)[None, :, None] * (ROWS * HIGH)
+    else:
+        deep = tl.arange(0, DEEP)[:, None, None, None, None]
+        high = tl.arange(0, HIGH)[None, :, None, None, None]
+        warp = tl.arange(0, WARPS)[None, None, :, None, None]
+        lane_row = tl.arange(0, ROWS)[None, None, None, :, None]
+        row = tl.arange(0, ROWS)[None, None, :] + tl.arange(0, HIGH)[:, None, None] * ROWS
+        row += tl.arange(0, WARPS)[None, :, None] * (ROWS * HIGH)
     wide = tl.arange(0, WIDE)[None, None, None, None, :]
     along_k = deep * WIDE + wide + (lane_row + warp) * 0
-    row = tl.arange(0, WARPS)[None, :, None] * (ROWS * HIGH) + tl.arange(0, ROWS)[None, None, :]
-    row = row + tl.arange(0, HIGH)[:, None, None] * ROWS
     S_at = S_ptr + ((slot * G + head) * V + tile * TILE) * K
     S_at = S_at + ((warp * HIGH + high) * ROWS + lane_row) * K + deep * WIDE + wide
     k_at = k_ptr + (slot * num_entries * H + key_head) * K + along_k
@@ -218,7 +234,7 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
     for j in range(log_len):
         entry = _log_entry(j + 1, ring_len, log_len, path_ptr, first_in_bank)
         next_k, next_u, next_g = _factors(k_at, u_at, g_at, entry, H * K, G * V, G)
-        S = _update(S * tl.exp(g), u, k)
+        S = _update(S * tl.exp(g), u, k, FORWARD)
         if (j >= ring_len) & (fold == 0) & (part == 0):
             tl.store(u_at + j * (G * V), u)
             if tile == 0:
@@ -270,13 +286,13 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
             S = C
         S = S * tl.exp(g)
         if (word & _WALK) != 0:
-            u = beta * (v.to(tl.float32) - _dot(S, k))
+            u = beta * (v.to(tl.float32) - _dot(S, k, FORWARD))
             tl.store(u_at + node * (G * V), u)
-            S = _update(S, u, k)
-            tl.store(o_at + node * (G * V), _dot(S, q))
+            S = _update(S, u, k, FORWARD)
+            tl.store(o_at + node * (G * V), _dot(S, q, FORWARD))
         else:
             tl.debug_barrier()  # u was stored by other lanes of this program
-            S = _update(S, tl.load(u_at + node * (G * V)), k)
+            S = _update(S, tl.load(u_at + node * (G * V)), k, FORWARD)
         if BRANCHING and (word & _SAVE) != 0:
             tl.debug_barrier()
             C = S
