@@ -61,8 +61,10 @@ def rounds(
         tick=lambda t: note(f"{t.rows} rows of {t.nodes} nodes: {t.timing.us:.1f} us"),
     )
     found = bench.metrics(times, model.read_bytes, bandwidth)
+    note(f"reads {bandwidth / 1e12:.3f} TB/s")
     if busy:
         found += bench.busy_metrics(model)
+        note(f"{found[-2].notes}; {found[-1].notes}")
     if fla:
         step = next(t for t in times if (t.rows, t.nodes) == (1, 1))
         found += bench.fla_metrics(step.timing.us)
