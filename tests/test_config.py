@@ -90,7 +90,7 @@ BAD: list[tuple[str, object]] = [
     *(("log_capacity", bad) for bad in (-1, 1.5, True, "3")),
     *(("threads", bad) for bad in (0, -1, 1.5, True, "3")),
     *(("prefill_chunk", bad) for bad in (0, -64, 64.0, True, "64", 1, 63, 65, 100)),
-    *(("mode", bad) for bad in ("fast", "", "EXACT", None)),
+    *(("mode", bad) for bad in ("quick", "", "EXACT", None)),
     *(("dtype", bad) for bad in ("fp32", "float16", "", None, torch.float32)),
     *(("device", bad) for bad in ("gpu", "mps", "", "cpu:0", None, 0)),
     *(("drafter", bad) for bad in (None, 3)),
@@ -135,8 +135,8 @@ def test_what_computes_prompts_on_a_gpu_is_said(
     monkeypatch.setattr("specla.config._why_no_gpu", lambda: "")
     config = resolve(EngineConfig(dtype=dtype))
     assert config.reasons["prefill"] == ": ".join(prefill_kernels(dtype))
-    assert config.prefill_chunk == 2048
-    assert config.reasons["prefill_chunk"].startswith("2048 on a GPU")
+    assert config.prefill_chunk == 4096
+    assert config.reasons["prefill_chunk"].startswith("4096 on a GPU")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
@@ -171,3 +171,8 @@ def test_small_models_get_one_thread_unless_asked_otherwise() -> None:
     assert with_threads(left_open, ONE_THREAD_BELOW) == left_open
     asked = resolve(EngineConfig(threads=3))
     assert with_threads(asked, 1) == asked
+
+
+def test_fast_mode_is_refused_on_a_cpu() -> None:
+    with pytest.raises(KernelUnavailable, match="needs a GPU"):
+        resolve(EngineConfig(mode="fast", device="cpu"))

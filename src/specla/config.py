@@ -16,16 +16,16 @@ import torch
 
 from specla.errors import ConfigError, KernelUnavailable
 
-Mode = Literal["exact", "plain"]
+Mode = Literal["exact", "fast", "plain"]
 PrefillKernels = Literal["fla", "reference"]
-MODES = ("exact", "plain")
+MODES: tuple[Mode, ...] = ("exact", "fast", "plain")
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bfloat16": torch.bfloat16,
 }
 PREFILL_UNIT = 64
-CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 256, 2048
+CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 256, 4096
 # The series of fla-core whose kernels prefill launches; they are not part of its interface.
 FLA_CORE = "0.6"
 GPU_MAX_NODES = 64
@@ -41,7 +41,8 @@ TORCH_CHOSE = "torch's own choice"
 class EngineConfig:
     """What a user may set. `None` and "auto" mean: choose, and report the choice.
 
-    mode: "exact" (speculative output is bit-identical to plain decoding) or "plain" (the
+    mode: "exact" (speculative output is bit-identical to plain decoding), "fast" (on a GPU, trees
+        in batch may run in closed form on tensor cores: no promise about bits) or "plain" (the
         fastest autoregressive decoding, no drafter, bits may depend on batching: a baseline).
     max_slots: sequences decoded together. max_nodes: most nodes of one tree, node 0 included.
     log_capacity: accepted tokens kept as factors before they are folded into the state.
@@ -122,7 +123,7 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         drafter_options=dict(config.drafter_options),
         device=device,
         dtype=dtype,
-        mode="plain" if config.mode == "plain" else "exact",
+        mode=_mode(config.mode, device),
         max_slots=config.max_slots,
         max_nodes=1 if drafter == "none" else config.max_nodes,
         log_capacity=_log_capacity(config.log_capacity, device, reasons),
@@ -212,6 +213,14 @@ def _device(device: str, reasons: dict[str, str]) -> str:
             f"triton: {missing}; use --device cpu"
         )
     return device
+
+
+def _mode(mode: str, device: str) -> Mode:
+    if mode == "fast" and device == "cpu":
+        raise KernelUnavailable(
+            "mode fast is the tensor cores' closed form and needs a GPU; on a CPU use mode exact"
+        )
+    return next(known for known in MODES if known == mode)
 
 
 def _why_no_gpu() -> str:

@@ -36,7 +36,8 @@ class LLM:
     Args:
         model: "demo", a directory, or a hub id.
         drafter: a drafter's name; "auto" picks one and reports it.
-        device, dtype: "auto" or a name. mode: "exact", or "plain" for the AR baseline.
+        device, dtype: "auto" or a name. mode: "exact", "fast"
+            (GPU) or "plain" for the AR baseline.
         max_slots: sequences decoded together. max_nodes: most nodes of one tree.
         log_capacity, prefill_chunk, threads, drafter_options: see EngineConfig.
         progress: called with (bytes read, bytes in all) while weights load.

@@ -19,16 +19,17 @@ from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
 from specla.models.gdn_fused import FusedDecoder
+from specla.ops.gdn import triton_wy
 
 
 def load(folder: Path, **options: object) -> FlaGDN:
     path = write_toy_checkpoint(
-        folder, num_layers=2, hidden=64, head_dim=64, vocab=48, intermediate=48, **options
+        folder, num_layers=1, hidden=64, head_dim=64, vocab=48, intermediate=48, **options
     )
     return specla.models.load(str(path), device="cpu", dtype=torch.float32)  # type: ignore[return-value]
 
 
-def fused(model: FlaGDN) -> FusedDecoder:
+def fused(model: FlaGDN, *, fast: bool) -> FusedDecoder:
     made = FusedDecoder(
         model._weights,
         model.config.recurrent,
@@ -37,7 +38,7 @@ def fused(model: FlaGDN) -> FusedDecoder:
         beta_scale=2.0 if model.config.allow_neg_eigval else 1.0,
         pdl=False,
     )
-    made.reserve(16)
+    made.reserve(16, fast=fast)
     return made
 
 
@@ -57,17 +58,21 @@ def random_path(rng: random.Random, tree: DraftTree) -> list[int]:
     return path
 
 
+GROUPED = {"heads": 1, "num_v_heads": 2, "expand_v": 1.0}
+WIDE = {"heads": 1, "expand_v": 2.0, "neg_eigval": True, "use_gate": False}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"heads": 1, "num_v_heads": 2, "expand_v": 1.0},
-        {"heads": 1, "expand_v": 2.0, "neg_eigval": True, "use_gate": False},
-    ],
-    ids=["two value heads per key head", "K != V, no gate"],
+    ("options", "fast"),
+    [(GROUPED, False), (WIDE, False), (GROUPED, True)],
+    ids=["two value heads per key head", "K != V, no gate", "closed form"],
 )
-def test_rounds_agree_with_the_cpu_decoder(tmp_path: Path, options: dict[str, object]) -> None:
+def test_rounds_agree_with_the_cpu_decoder(
+    tmp_path: Path, options: dict[str, object], fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_wy, "pays", lambda rows, nodes: True)
     model = load(tmp_path, **options)
-    decoder = fused(model)
+    decoder = fused(model, fast=fast)
     rng = random.Random(0)
     shape = model.config.recurrent
     sizes = {"num_slots": 2, "max_nodes": 4, "log_capacity": 3}
@@ -76,7 +81,7 @@ def test_rounds_agree_with_the_cpu_decoder(tmp_path: Path, options: dict[str, ob
     assert slots == [two.acquire(), two.acquire()]
     for state in (one, two):
         model.prefill([5, 9, 13], slots[1], state)
-    for _ in range(4):
+    for _ in range(3):
         trees = [random_tree(rng, 4) for _ in slots]
         plan = one.begin(slots, trees)
         want = model.verify(plan, one)

@@ -66,7 +66,8 @@ def generate(
     mode: Annotated[
         str,
         typer.Option(
-            help="exact, or plain (with --drafter none): fastest plain decoding, inexact.",
+            help="exact; fast (GPU: trees in batch on tensor cores, inexact); or plain (with "
+            "--drafter none: fastest plain decoding, inexact).",
             rich_help_panel=opt.ENGINE,
         ),
     ] = "exact",

@@ -81,7 +81,7 @@ class Engine:
             # Triton is imported where there is a GPU only.
             from specla.engine.graphs import GraphRounds
 
-            self._graphs = GraphRounds(model, state, drafter)
+            self._graphs = GraphRounds(model, state, drafter, fast=mode == "fast")
 
     def capture(self, tick: Callable[[str, int, int], None] | None = None) -> None:
         """On a GPU: make the graphs of every round size now. tick: (what, done, total)."""

@@ -62,13 +62,16 @@ class _Round:
 
 
 class GraphRounds:
-    """What an engine on a GPU calls instead of draft, verify, accept and commit."""
+    """What an engine on a GPU calls instead of draft, verify, accept and commit. fast: the model
+    may verify with kernels that are not exact."""
 
-    def __init__(self, model: TargetModel, state: State, drafter: Drafter) -> None:
+    def __init__(
+        self, model: TargetModel, state: State, drafter: Drafter, *, fast: bool = False
+    ) -> None:
         self._model, self._state, self._drafter = model, state, drafter
         self._max_rows = bucket(state.pool.num_slots)
         self._max_nodes = bucket(state.max_nodes)
-        model.reserve(self._max_rows * self._max_nodes)
+        model.reserve(self._max_rows * self._max_nodes, fast=fast)
         self._choices: Choices = new_choices(
             self._max_rows * self._max_nodes, model.info.vocab_size, state.device
         )

@@ -44,8 +44,9 @@ class TargetModel(Protocol):
         """
         ...
 
-    def reserve(self, max_rows: int) -> None:
-        """Make room for rounds of up to `max_rows` flat nodes, before the first one."""
+    def reserve(self, max_rows: int, *, fast: bool = False) -> None:
+        """Make room for rounds of up to `max_rows` flat nodes, before the first one. fast: they
+        may use kernels that are not exact (on a GPU; a CPU has none)."""
         ...
 
     def verify(self, plan: RoundPlan | DevicePlan, state: State) -> Tensor:

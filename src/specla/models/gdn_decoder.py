@@ -155,10 +155,10 @@ class Decoder:
             kernels=kernels,
         )  # fmt: skip
 
-    def reserve(self, max_rows: int) -> None:
+    def reserve(self, max_rows: int, *, fast: bool = False) -> None:
         """Room for rounds of `max_rows` flat nodes (see the model contract)."""
         if self._fused is not None:
-            self._fused.reserve(max_rows)
+            self._fused.reserve(max_rows, fast=fast)
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], slot: int, state: State) -> None:

@@ -19,9 +19,11 @@ from specla.models.gdn_decoder import BlockWeights, DecoderWeights
 from specla.ops import rows
 from specla.ops.contract import DeviceRound, RecurrentShape
 from specla.ops.gdn import triton as gdn
+from specla.ops.gdn import triton_wy as wy
 from specla.ops.gemm import PROCESSORS, PackedLinear, pack_swiglu
 from specla.ops.walk import compile_walks
 from specla.state import State
+from specla.state.rounds import bucket
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -111,12 +113,14 @@ class FusedDecoder:
         self._stream_rows = self._mix_rows = 0
         if pdl and self._options.stream and _is_hopper(weights.head):
             self._stream()
-        self.max_rows = 0
+        self.max_rows, self._fast = 0, False
         self.buffers: _Buffers
+        self._forms: dict[tuple[int, int, int], wy.ClosedForm] = {}
 
-    def reserve(self, max_rows: int) -> None:
+    def reserve(self, max_rows: int, *, fast: bool = False) -> None:
         """Room for rounds of up to `max_rows` nodes, padding included (rows times nodes of the
         bucket). Graphs captured before are void if this makes new room."""
+        self._fast = fast
         if max_rows > self.max_rows:
             self.max_rows, self.buffers = max_rows, _Buffers(self, max_rows)
 
@@ -160,6 +164,9 @@ class FusedDecoder:
         buffers = self.buffers
         x, h = buffers.x[:num_rows], buffers.h[:num_rows]
         compile_walks(rnd)
+        form = self._closed_form(rnd, state)
+        if form is not None:
+            wy.compile_masks(rnd, form, log_capacity=state.log_capacity)
         w = self.weights
         norms = [block.attn_norm for block in w.blocks[1:]] + [w.norm]
         rows.embed_norm(
@@ -167,7 +174,7 @@ class FusedDecoder:
             pdl=self._pdl, early=self._early(num_rows),
         )  # fmt: skip
         for i, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
-            self._mix(layer, i, rnd, state, h)
+            self._mix(layer, i, rnd, state, h, form)
             self._add(x, layer.o_proj, layer.weights.mlp_norm, h)
             hidden = buffers.hidden[:num_rows]
             layer.gate_up(h, hidden)
@@ -177,7 +184,25 @@ class FusedDecoder:
         self.head(h, logits)
         return logits
 
-    def _mix(self, layer: _Layer, index: int, rnd: DeviceRound, state: State, h: Tensor) -> None:
+    def _closed_form(self, rnd: DeviceRound, state: State) -> wy.ClosedForm | None:
+        """What the closed form works in, where this round uses it."""
+        if not (self._fast and wy.pays(*rnd.tokens.shape)):
+            return None
+        nodes = bucket(state.max_nodes)
+        sizes = self.max_rows // nodes, nodes, state.log_capacity
+        if sizes not in self._forms:  # before any capture: a bucket's first call is a warm-up
+            self._forms[sizes] = wy.ClosedForm.allocate(self.shape, *sizes, rnd.tokens.device)
+        return self._forms[sizes]
+
+    def _mix(
+        self,
+        layer: _Layer,
+        index: int,
+        rnd: DeviceRound,
+        state: State,
+        h: Tensor,
+        form: wy.ClosedForm | None,
+    ) -> None:
         """h [M, D] -> the token mixer's partial sums in buffers.partials."""
         buffers, w, s, num_rows = self.buffers, layer.weights, self.shape, h.shape[0]
         y, mixed = buffers.y[:num_rows], buffers.mixed[:num_rows]
@@ -187,10 +212,16 @@ class FusedDecoder:
             state.layers[index], rnd, y, w.conv, w.A, w.dt_bias, workspace, shape=s,
             log_capacity=state.log_capacity, beta_scale=self._beta_scale, pdl=self._pdl,
         )  # fmt: skip
-        gdn.walk(
-            state.layers[index], rnd, workspace, shape=s, log_capacity=state.log_capacity,
-            threshold=state.fold_threshold, pdl=self._pdl,
-        )  # fmt: skip
+        if form is None:
+            gdn.walk(
+                state.layers[index], rnd, workspace, shape=s, log_capacity=state.log_capacity,
+                threshold=state.fold_threshold, pdl=self._pdl,
+            )  # fmt: skip
+        else:
+            wy.walk_wy(
+                state.layers[index], rnd, workspace, form, shape=s,
+                log_capacity=state.log_capacity, threshold=state.fold_threshold, pdl=self._pdl,
+            )  # fmt: skip
         columns = s.conv_channels
         gate = y[:, columns : columns + mixed.shape[1]] if self._gated else None
         if num_rows <= self._mix_rows and layer.o_proj.stream:

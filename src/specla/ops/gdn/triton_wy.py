@@ -116,6 +116,12 @@ def tile_for(shape: RecurrentShape, num_rows: int, num_nodes: int) -> Tile:
     return Tile(rows, min(shape.key_dim, 32 if rows == 64 else 64), 4, 3, prefetch, solve_warps)
 
 
+def pays(num_rows: int, num_nodes: int) -> bool:
+    """Whether the closed form is faster than the walk: from 128 nodes in all on, in trees (H200;
+    docs/log.md)."""
+    return num_nodes >= 8 and num_rows * num_nodes >= 128
+
+
 def compile_masks(rnd: DeviceRound, form: ClosedForm, *, log_capacity: int) -> None:
     """Fill form.ancestors and form.places from the round's trees and logs; once per round."""
     num_rows, num_nodes = rnd.parents.shape
