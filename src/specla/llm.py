@@ -41,6 +41,7 @@ class LLM:
         max_slots: sequences decoded together. max_nodes: most nodes of one tree.
         log_capacity, prefill_chunk, threads, drafter_options: see EngineConfig.
         progress: called with (bytes read, bytes in all) while weights load.
+        capture_progress: called with (graphs made, graphs in all) at start-up on a GPU.
 
     Raises:
         SpeclaError: the model cannot be found, read or run as asked (see specla.errors).
@@ -62,6 +63,7 @@ class LLM:
         revision: str | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
+        capture_progress: Progress | None = None,
     ) -> None:
         asked = EngineConfig(
             model=model,
@@ -79,6 +81,7 @@ class LLM:
         )
         self.config: ResolvedConfig = resolve(asked)
         self._load(progress)
+        self.engine.capture(capture_progress)
         self._ids = itertools.count()
         self._inboxes: dict[str, deque[StreamDelta]] = {}
 
@@ -110,7 +113,6 @@ class LLM:
             tokenizer=self.tokenizer,
             end_token_ids=self.tokenizer.eos_token_ids,
         )
-        self.engine.capture()
 
     def generate(
         self,

@@ -34,8 +34,13 @@ def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
         max_slots=options.max_slots,
         revision=options.revision,
         threads=options.threads,
-        progress=(lambda done, total: progress("loading", done, total)) if progress else None,
+        progress=_named(progress, "loading"),
+        capture_progress=_named(progress, "capturing graphs"),
     )
+
+
+def _named(progress: Tick | None, what: str) -> Callable[[int, int], None] | None:
+    return (lambda done, total: progress(what, done, total)) if progress else None
 
 
 def prompt_format(llm: LLM, wanted: bool | None) -> str:

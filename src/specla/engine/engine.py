@@ -83,8 +83,8 @@ class Engine:
 
             self._graphs = GraphRounds(model, state, drafter, fast=mode == "fast")
 
-    def capture(self, tick: Callable[[str, int, int], None] | None = None) -> None:
-        """On a GPU: make the graphs of every round size now. tick: (what, done, total)."""
+    def capture(self, tick: Callable[[int, int], None] | None = None) -> None:
+        """On a GPU: make the graphs of every round size now. tick: (done, in all)."""
         if self._graphs is not None:
             self._graphs.capture(tick)
 

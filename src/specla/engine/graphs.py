@@ -44,7 +44,7 @@ from specla.topology.tree import DraftTree
 MAX_HISTORY = 1 << 16
 """Tokens of a row that a device drafter can look back on."""
 MAX_ENDS = 16
-Tick = Callable[[str, int, int], None]
+Tick = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class GraphRounds:
         for i, (b, n, drafts) in enumerate(wanted):
             self._graph(b, n, drafts)
             if tick:
-                tick("capturing", i + 1, len(wanted))
+                tick(i + 1, len(wanted))
 
     # ---- free rounds
 
