@@ -78,7 +78,7 @@ def by_kernels(
         state.layers[0],
         rnd,
         y,
-        w.conv,
+        w.conv.t().contiguous(),
         w.A,
         w.dt_bias,
         workspace,

@@ -30,9 +30,10 @@ from specla.topology.tree import DraftTree
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """What one layer's kernels read besides activations: conv_weight [C, W], A = -exp(A_log) and
-    dt_bias [G] float32."""
+    dt_bias [G] float32. taps [W, C]: conv as our own kernel reads it."""
 
     conv: Tensor
+    taps: Tensor
     A: Tensor
     dt_bias: Tensor
 
@@ -161,8 +162,10 @@ class Problem:
 
     def _weights(self) -> Weights:
         s = self.shape
+        conv = (self._normal(s.conv_channels, s.conv_width) * 0.5).to(self.dtype)
         return Weights(
-            conv=(self._normal(s.conv_channels, s.conv_width) * 0.5).to(self.dtype),
+            conv=conv,
+            taps=conv.t().contiguous(),
             A=-self._uniform(0.02, 0.3, s.num_value_heads),
             dt_bias=self._uniform(-1.0, 1.0, s.num_value_heads),
         )

@@ -94,7 +94,7 @@ class Launch:
             layer,
             self.round,
             self.problem.y,
-            weights.conv,
+            weights.taps,
             weights.A,
             weights.dt_bias,
             self.workspace,

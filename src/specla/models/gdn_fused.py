@@ -31,6 +31,7 @@ HEAD_DIMS = (64, 128, 256)
 @dataclass(frozen=True, slots=True)
 class _Layer:
     weights: BlockWeights
+    conv_taps: Tensor
     in_proj: PackedLinear
     o_proj: PackedLinear
     gate_up: PackedLinear
@@ -127,6 +128,7 @@ class FusedDecoder:
     def _layer(self, w: BlockWeights) -> _Layer:
         return _Layer(
             weights=w,
+            conv_taps=w.conv.t().contiguous(),
             in_proj=PackedLinear(w.in_proj, "plain", pdl=self._pdl),
             o_proj=PackedLinear(w.o_proj, "partials", pdl=self._pdl),
             gate_up=PackedLinear(w.gate_up, "swiglu", pdl=self._pdl),
@@ -209,7 +211,7 @@ class FusedDecoder:
         workspace = gdn.Workspace(*(t[:num_rows] for t in buffers.workspace))
         layer.in_proj(h, y)
         gdn.prepare(
-            state.layers[index], rnd, y, w.conv, w.A, w.dt_bias, workspace, shape=s,
+            state.layers[index], rnd, y, layer.conv_taps, w.A, w.dt_bias, workspace, shape=s,
             log_capacity=state.log_capacity, beta_scale=self._beta_scale, pdl=self._pdl,
         )  # fmt: skip
         if form is None:

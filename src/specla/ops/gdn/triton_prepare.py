@@ -60,7 +60,7 @@ def prepare(
     layer: LayerState,
     rnd: DeviceRound,
     y: Tensor,
-    conv_weight: Tensor,
+    conv_taps: Tensor,
     A: Tensor,
     dt_bias: Tensor,
     workspace: Workspace,
@@ -73,15 +73,15 @@ def prepare(
     """Convolution along tree paths, SiLU, norms, gates; one program per node and head.
 
     y [M, C_in]: raw projections, columns q | k | v | ... | a | b (the last 2 G are a and b);
-    conv_weight [C, W]; A, dt_bias [G] float32. Writes k, g, the raw conv inputs and the new tail
-    to the bank that this round writes; q, v, beta to `workspace`.
+    conv_taps [W, C]: the convolution, oldest tap first; A, dt_bias [G] float32. Writes k, g, the
+    raw conv inputs and the new tail to the bank that this round writes; q, v, beta to `workspace`.
     """
     num_rows, num_nodes = rnd.parents.shape
     s = shape
     heads = 2 * s.num_key_heads + s.num_value_heads
     _prepare_kernel[(num_rows * num_nodes, heads)](
         y,
-        conv_weight,
+        conv_taps,
         A,
         dt_bias,
         layer.tail,
@@ -166,7 +166,7 @@ def _climb(parents_ptr, node, steps: tl.constexpr):
     ]
 )  # fmt: skip
 def _prepare_kernel(  # noqa: C901
-    y_ptr, weight_ptr, A_ptr, dt_bias_ptr, tail_ptr, inputs_ptr, k_ptr, g_ptr,
+    y_ptr, taps_ptr, A_ptr, dt_bias_ptr, tail_ptr, inputs_ptr, k_ptr, g_ptr,
     q_out, v_out, beta_out,
     slot_ptr, num_nodes_ptr, parents_ptr, bank_ptr, path_len_ptr, path_ptr,
     num_columns, num_path, num_entries, log_capacity, y_stride, gates_at, scale, beta_scale,
@@ -205,7 +205,7 @@ def _prepare_kernel(  # noqa: C901
     for back in tl.static_range(W - 1, 0, -1):
         at, beyond = _climb(parents_ptr, node, back)
         x = _above(inputs_ptr, tail_ptr, path_ptr, path_len - beyond, at < 0, channel, used, C, W)
-        w = tl.load(weight_ptr + channel * W + (W - 1 - back), mask=used, other=0)
+        w = tl.load(taps_ptr + (W - 1 - back) * C + channel, mask=used, other=0)
         acc = tl.fma(x.to(tl.float32), w.to(tl.float32), acc)
         if node == 0:
             tl.store(tail_ptr + (write * (W - 1) + W - 1 - back) * C + channel, x, mask=used)
@@ -215,7 +215,7 @@ def _prepare_kernel(  # noqa: C901
         at, _ = _climb(parents_ptr, node, back)
         row = y_ptr + (b * num_columns + at) * y_stride
         x = tl.load(row + channel, mask=tl.where(used, at, -1) >= 0, other=0)
-        w = tl.load(weight_ptr + channel * W + (W - 1 - back), mask=used, other=0)
+        w = tl.load(taps_ptr + (W - 1 - back) * C + channel, mask=used, other=0)
         acc = tl.fma(x.to(tl.float32), w.to(tl.float32), acc)
         if back == 0:
             tl.store(inputs_ptr + (write * num_path + node) * C + channel, x, mask=used)
