@@ -114,3 +114,14 @@ def test_the_bank_flips_in_every_round() -> None:
 @pytest.mark.parametrize(("bank", "node", "entry"), [(0, 0, 5), (0, 2, 7), (1, 0, 8), (1, 2, 10)])
 def test_bank_entry(bank: int, node: int, entry: int) -> None:
     assert Log(5, 3, 5).bank_entry(bank, node) == entry
+
+
+@given(logs(), st.data())
+def test_following_a_device_is_committing(log: Log, data: st.DataObject) -> None:
+    """From its bank, ring_len and path alone."""
+    behind = Log(log.capacity, log.num_nodes, log.threshold)
+    for _ in range(data.draw(st.integers(1, 8))):
+        committed = log.committed_len
+        log.commit(data.draw(paths(log.num_nodes)))
+        behind.follow(committed, bank=log.bank, ring_len=log.ring_len, path=list(log.path))
+        assert behind == log

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from specla.drafters.base import Drafter, Observation
-from specla.engine.running import Running
+from specla.engine.running import NO_TOKEN, NOTHING_TO_DRAW, Running
 from specla.engine.scheduler import Scheduler, request_fits
 from specla.engine.stats import EngineStats
 from specla.engine.text import Decoder
@@ -31,22 +31,6 @@ from specla.topology.tree import DraftTree
 
 if TYPE_CHECKING:
     from specla.engine.graphs import GraphRounds
-
-# What becomes of a row whose logits or parameters leave no token to draw: node 0 is committed,
-# as verify has prepared, and the row leaves.
-NO_TOKEN = Verdict(
-    path=(0,),
-    emitted=(),
-    finish=None,
-    stop_token=None,
-    logprobs=None,
-    num_drafted=0,
-    offered_depth=0,
-)
-NOTHING_TO_DRAW = (
-    "some token must have a finite logit after all filters, got none: the sampling parameters "
-    "forbid every token, or the model returned NaN; check penalties, min_tokens, the checkpoint"
-)
 
 
 class Engine:
@@ -129,30 +113,28 @@ class Engine:
         if not rows:
             return []
         with self._dropping(rows):
+            for row in rows:
+                row.start_decoding()
             if self._graphs is None:
                 return self._finish(rows, self._round(rows))
             with self.stats.phase("verify"):
                 free = self._graphs.is_free(rows)
                 ended = self._graphs.advance(rows) if free else self._graphs.settle()
             if free or ended:
-                return self._finish_free(ended)
+                return self._finish([row for row, _ in ended], [verdict for _, verdict in ended])
             return self._finish(rows, self._round(rows))
-
-    def _finish_free(self, ended: Sequence[tuple[Running, Verdict | None]]) -> list[StreamDelta]:
-        """Rows whose logits left nothing to draw end here; the device has stopped them."""
-        for row, verdict in ended:
-            if verdict is None:
-                row.end("error", NOTHING_TO_DRAW)
-        return self._finish([row for row, _ in ended], [v or NO_TOKEN for _, v in ended])
 
     @contextmanager
     def _dropping(self, rows: Sequence[Running]) -> Iterator[None]:
-        """What raises leaves rows half done: neither state nor tokens can be trusted."""
+        """What raises leaves rows half done: neither state nor tokens can be trusted. They end,
+        so that a round which the device still has under way is not taken for theirs."""
         try:
             yield
         except BaseException:
             for row in rows:
                 if self.scheduler.find(row.request.request_id) is row:
+                    if row.finish_reason is None:
+                        row.end("abort", None)
                     self._free(row)
             raise
 
@@ -226,7 +208,6 @@ class Engine:
                 for b in [good[i] for i in error.rows]:
                     good.remove(b)
                     verdicts[b] = NO_TOKEN
-                    rows[b].end("error", NOTHING_TO_DRAW)
             else:
                 verdicts |= zip(good, found, strict=True)
         return [verdicts[b] for b in range(len(rows))]
@@ -264,7 +245,9 @@ class Engine:
     def _finish(self, rows: Sequence[Running], verdicts: Sequence[Verdict]) -> list[StreamDelta]:
         deltas = []
         for row, verdict in zip(rows, verdicts, strict=True):
-            if verdict is not NO_TOKEN:
+            if verdict is NO_TOKEN:
+                row.end("error", NOTHING_TO_DRAW)
+            else:
                 self.stats.acceptance.add(**row.take(verdict))
             deltas.append(self._leave(row) if row.finish_reason else row.delta())
         return deltas

@@ -22,21 +22,13 @@ import torch
 from torch import Tensor
 
 from specla.drafters.base import DeviceDrafter, Drafter
+from specla.engine.flight import Flight, to_verdict
 from specla.engine.running import Running
 from specla.models.base import TargetModel
 from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
 from specla.sampling.accept import Verdict
 from specla.sampling.filters import is_unfiltered
-from specla.sampling.triton import (
-    FINISH_INVALID,
-    FINISH_LENGTH,
-    FINISH_STOP,
-    VERDICT_HEADER,
-    Choices,
-    accept,
-    choose,
-    new_choices,
-)
+from specla.sampling.triton import VERDICT_HEADER, Choices, accept, choose, new_choices
 from specla.state import State
 from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
@@ -76,9 +68,7 @@ class GraphRounds:
             self._max_rows * self._max_nodes, model.info.vocab_size, state.device
         )
         self._buckets: dict[tuple[int, int], _Round] = {}
-        self._flying: list[Running] = []  # rows of the round that has not been read
-        self._loaded: list[Running] = []  # rows as the device has them, by place
-        self._idle: list[Running] = []  # those of them that have ended there
+        self._flight = Flight()
         self._key = (1, 1)
         self._count = 0
         self._events = [torch.cuda.Event(), torch.cuda.Event()]
@@ -87,7 +77,7 @@ class GraphRounds:
 
     def is_free(self, rows: Sequence[Running]) -> bool:
         """Whether these rows' rounds need no host."""
-        return isinstance(self._drafter, DeviceDrafter) and all(map(_on_device, rows))
+        return isinstance(self._drafter, DeviceDrafter) and all(map(is_device_row, rows))
 
     def capture(self, tick: Tick | None = None) -> None:
         """Make every graph there can be, so that no round has to."""
@@ -103,76 +93,53 @@ class GraphRounds:
 
     # ---- free rounds
 
-    def advance(self, rows: Sequence[Running]) -> list[tuple[Running, Verdict | None]]:
-        """Start a free round over `rows` and return what the one before it came to; None is a
-        row without a token to draw. Where the rows have changed, first only the latter."""
-        if not self._goes_on(rows):
+    def advance(self, rows: Sequence[Running]) -> list[tuple[Running, Verdict]]:
+        """Start a free round over `rows` and return what the one before it came to. Where the
+        rows have changed, first only the latter."""
+        if not self._flight.goes_on(rows):
             ended = self.settle()
             if ended or not rows:
                 return ended
             self._load(rows)
         return self._launch()
 
-    def settle(self) -> list[tuple[Running, Verdict | None]]:
+    def settle(self) -> list[tuple[Running, Verdict]]:
         """Read the round under way, if there is one, and bring the host's cursors up to date."""
-        ended = self._read() if self._flying else []
-        self._sync_logs()
-        self._loaded, self._flying = [], []
+        ended = self._read() if self._flight.unread else []
+        if self._flight.rows:
+            self._land()
         return ended
 
-    def _goes_on(self, rows: Sequence[Running]) -> bool:
-        """Whether the device has these rows: others it has have ended there by themselves."""
-        if not self._loaded or bucket(len(rows)) < bucket(len(self._loaded)):
-            return False
-        live = [row for row in self._loaded if row not in self._idle]
-        return live == list(rows)
-
     def _load(self, rows: Sequence[Running]) -> None:
-        self._loaded, self._idle = list(rows), []
         self._key = (bucket(len(rows)), self._max_nodes)
         self._graph(*self._key, True)
-        one = self._buckets[self._key]
+        self._flight.load(rows)
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
         self._plan(rows, trees, self._max_nodes)
-        _fill_rows(one, rows, history=True)
+        _fill_rows(self._buckets[self._key], rows, history=True)
 
-    def _launch(self) -> list[tuple[Running, Verdict | None]]:
+    def _launch(self) -> list[tuple[Running, Verdict]]:
         one = self._buckets[self._key]
         one.graphs[True].replay()
         place = self._count % 2
         one.read[place].copy_(one.verdicts, non_blocking=True)
         self._events[place].record()
-        before = self._read() if self._flying else []
-        self._flying = list(self._loaded)
+        before = self._read() if self._flight.unread else []
+        self._flight.unread = True
         self._count += 1
         return before
 
-    def _read(self) -> list[tuple[Running, Verdict | None]]:
+    def _read(self) -> list[tuple[Running, Verdict]]:
         place = (self._count - 1) % 2
         self._events[place].synchronize()
-        words = self._buckets[self._key].read[place].tolist()
-        verdicts: list[tuple[Running, Verdict | None]] = []
-        for row, line in zip(self._flying, words, strict=False):
-            if row.finish_reason is None and (line[0] or line[1]):
-                verdicts.append((row, _verdict(line, ())))
-            if line[1]:
-                self._idle.append(row)
-        return verdicts
+        return self._flight.read(self._buckets[self._key].read[place].tolist())
 
-    def _sync_logs(self) -> None:
+    def _land(self) -> None:
         """The device moved the cursors: the host's copies follow."""
-        if not self._loaded:
-            return
         rnd = self._buckets[self._key].rnd
-        cursors = torch.stack((rnd.bank, rnd.ring_len, rnd.path_len)).tolist()
-        paths = rnd.path.tolist()
-        for b, row in enumerate(self._loaded):
-            if row.finish_reason is None:
-                bank, ring_len, path_len = (column[b] for column in cursors)
-                log = self._state.logs[row.slot]
-                log.bank, log.ring_len = bank, ring_len
-                log.path = tuple(paths[b][:path_len])
-                log.durable_len = len(row.tokens) - 1 - log.log_len
+        cursors = torch.stack((rnd.bank, rnd.ring_len, rnd.path_len), dim=1).tolist()
+        rows = [(*row, path) for row, path in zip(cursors, rnd.path.tolist(), strict=True)]
+        self._flight.land(self._state.logs, rows)
 
     def replay(self) -> Callable[[], None]:
         """The graph of the last free round, for measuring."""
@@ -184,8 +151,8 @@ class GraphRounds:
         self, rows: Sequence[Running], trees: Sequence[DraftTree]
     ) -> tuple[list[Verdict | None], Tensor, tuple[int, ...]]:
         """One round over the host's trees. Returns the device's verdict for rows that it can
-        judge and None for others (and for rows without a token to draw, see `is_device_row`),
-        the logits [M, vocab], and where each row's nodes start in them."""
+        judge and None for others, the logits [M, vocab], and where each row's nodes start in
+        them."""
         nodes = bucket(max(tree.num_nodes for tree in trees))
         self._graph(bucket(len(rows)), nodes, False)
         one = self._buckets[bucket(len(rows)), nodes]
@@ -197,7 +164,7 @@ class GraphRounds:
         torch.cuda.current_stream().synchronize()
         words, paths = one.read[0].tolist(), one.read_path.tolist()
         verdicts = [
-            _verdict(line, path) if _on_device(row) else None
+            to_verdict(line, path) if is_device_row(row) else None
             for row, line, path in zip(rows, words, paths, strict=False)
         ]
         return verdicts, one.logits, plan.offsets
@@ -269,7 +236,7 @@ class GraphRounds:
         return self._state.rounds.plan(slots, logs, trees, num_nodes=num_nodes)
 
 
-def _on_device(row: Running) -> bool:
+def is_device_row(row: Running) -> bool:
     """Whether the device's acceptance knows this row's law and ends."""
     return is_unfiltered(row.request.params) and len(row.end_token_ids) <= MAX_ENDS
 
@@ -294,20 +261,3 @@ def _fill_rows(one: _Round, rows: Sequence[Running], *, history: bool) -> None:
             one.host.history[b, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         longest = max(map(len, kept))
         one.rows.history[:, :longest].copy_(one.host.history[:, :longest], non_blocking=True)
-
-
-def _verdict(line: Sequence[int], path: Sequence[int]) -> Verdict | None:
-    """From the device's words; None where there was no token to draw."""
-    emitted, finish, accepted, drafted, depth = line[:VERDICT_HEADER]
-    if finish == FINISH_INVALID:
-        return None
-    tokens = tuple(line[VERDICT_HEADER : VERDICT_HEADER + emitted])
-    return Verdict(
-        path=tuple(path[: accepted + 1]) if path else tuple(range(accepted + 1)),
-        emitted=tokens,
-        finish={FINISH_STOP: "stop", FINISH_LENGTH: "length"}.get(finish),  # type: ignore[arg-type]
-        stop_token=tokens[-1] if finish == FINISH_STOP else None,
-        logprobs=None,
-        num_drafted=drafted,
-        offered_depth=depth,
-    )

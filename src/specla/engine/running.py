@@ -27,6 +27,22 @@ from specla.request import (
 )
 from specla.sampling.accept import RowLaw, Verdict
 
+# What becomes of a row whose logits or parameters leave no token to draw: node 0 is committed,
+# as verify has prepared, and the row leaves.
+NO_TOKEN = Verdict(
+    path=(0,),
+    emitted=(),
+    finish=None,
+    stop_token=None,
+    logprobs=None,
+    num_drafted=0,
+    offered_depth=0,
+)
+NOTHING_TO_DRAW = (
+    "some token must have a finite logit after all filters, got none: the sampling parameters "
+    "forbid every token, or the model returned NaN; check penalties, min_tokens, the checkpoint"
+)
+
 
 @dataclass(slots=True, eq=False)
 class Running:
@@ -103,10 +119,13 @@ class Running:
         end = min(self.num_prefilled + size, len(self.prompt) - 1)
         return self.prompt[self.num_prefilled : end]
 
-    def draft_row(self, max_nodes: int) -> DraftRow:
-        """What the drafter sees. A row that may emit one more token has no use for a draft."""
+    def start_decoding(self) -> None:
+        """The clock of the decode rounds starts, if it has not."""
         if self.decode_start is None:
             self.decode_start = time.perf_counter()
+
+    def draft_row(self, max_nodes: int) -> DraftRow:
+        """What the drafter sees. A row that may emit one more token has no use for a draft."""
         return DraftRow(
             slot=self.slot,
             tokens=self.tokens,

@@ -12,6 +12,7 @@ Entries are numbered 0 .. R-1 (ring), then bank 0 (N), then bank 1 (N).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -68,6 +69,12 @@ class Log:
             self.ring_len += len(self.path)
         self.path = path
         self.bank = 1 - self.bank
+
+    def follow(self, committed: int, *, bank: int, ring_len: int, path: Sequence[int]) -> None:
+        """Take over the cursors from a device that has ended a round by itself, over `committed`
+        tokens before it: what is not in the ring of those is in S."""
+        self.durable_len = committed - ring_len
+        self.bank, self.ring_len, self.path = bank, ring_len, tuple(path)
 
     def folded(self) -> None:
         """Account for a fold outside a round (materialise): the log is empty, S has it all."""

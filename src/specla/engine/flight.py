@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flight: the rows that a GPU has, while the host is one round behind it. No device in here.
+
+Rows have places 0 .. B-1. A row that ends by itself stays in its place, idle; one that the host
+ends (a stop string, an abort, an error) has a finish reason, and what the device still makes of
+it is nobody's: its slot may be another row's by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specla.engine.running import NO_TOKEN, Running
+from specla.sampling.accept import Verdict
+from specla.sampling.triton import FINISH_INVALID, FINISH_LENGTH, FINISH_STOP, VERDICT_HEADER
+from specla.state.log import Log
+from specla.state.rounds import bucket
+
+# A row's bank, ring_len and path_len on the device, then its path.
+Cursors = tuple[int, int, int, Sequence[int]]
+
+
+class Flight:
+    """rows: as the device has them, by place. unread: a round is under way that nobody has
+    read."""
+
+    def __init__(self) -> None:
+        self.rows: list[Running] = []
+        self.unread = False
+        self._ended: set[int] = set()
+
+    def goes_on(self, rows: Sequence[Running]) -> bool:
+        """Whether the device has just these rows: others it has have ended there by themselves,
+        and all would not fit a smaller bucket."""
+        if not (self.rows and rows) or bucket(len(rows)) < bucket(len(self.rows)):
+            return False
+        return list(rows) == [row for b, row in enumerate(self.rows) if b not in self._ended]
+
+    def load(self, rows: Sequence[Running]) -> None:
+        """The device is given these rows."""
+        assert not self.unread, "land() first"
+        self.rows, self._ended = list(rows), set()
+
+    def read(self, words: Sequence[Sequence[int]]) -> list[tuple[Running, Verdict]]:
+        """What a round came to, from the device's words [B, ...]."""
+        verdicts = []
+        for place, (row, line) in enumerate(zip(self.rows, words, strict=False)):
+            emitted, finish = line[:2]
+            if row.finish_reason is None and (emitted or finish):
+                verdicts.append((row, to_verdict(line)))
+            if finish:
+                self._ended.add(place)
+        return verdicts
+
+    def land(self, logs: Sequence[Log], cursors: Sequence[Cursors]) -> None:
+        """The device's cursors become the logs', by slot, and it has no rows any more. The rows'
+        tokens are those from before the last round."""
+        for row, (bank, ring_len, path_len, path) in zip(self.rows, cursors, strict=False):
+            if row.finish_reason is None:
+                logs[row.slot].follow(
+                    len(row.tokens) - 1, bank=bank, ring_len=ring_len, path=path[:path_len]
+                )
+        self.rows, self.unread, self._ended = [], False, set()
+
+
+def to_verdict(line: Sequence[int], path: Sequence[int] = ()) -> Verdict:
+    """From the device's words (see `sampling.triton.accept`). Without a path, whose nodes only
+    the device knows, it is that long."""
+    emitted, finish, accepted, drafted, depth = line[:VERDICT_HEADER]
+    if finish == FINISH_INVALID:
+        return NO_TOKEN
+    tokens = tuple(line[VERDICT_HEADER : VERDICT_HEADER + emitted])
+    return Verdict(
+        path=tuple(path[: accepted + 1]) if path else tuple(range(accepted + 1)),
+        emitted=tokens,
+        finish={FINISH_STOP: "stop", FINISH_LENGTH: "length"}.get(finish),  # type: ignore[arg-type]
+        stop_token=tokens[-1] if finish == FINISH_STOP else None,
+        logprobs=None,
+        num_drafted=drafted,
+        offered_depth=depth,
+    )

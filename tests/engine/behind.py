@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device that the host is one round behind, played by the CPU: what the device knows of its
+rows is its own, and moves when a round is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from specla.drafters.base import Drafter, DraftRow
+from specla.drafters.ngram import NgramDrafter
+from specla.engine.engine import Engine
+from specla.engine.flight import Flight, to_verdict
+from specla.engine.graphs import GraphRounds, is_device_row
+from specla.engine.running import Running
+from specla.sampling.accept import RowLaw, Verdict, accept
+from specla.sampling.draw import InvalidLogits
+from specla.sampling.triton import FINISH_INVALID, FINISH_LENGTH, FINISH_STOP
+from specla.state.log import Log
+from specla.topology.tree import DraftTree
+
+CODES = {None: 0, "stop": FINISH_STOP, "length": FINISH_LENGTH}
+Words = list[int]
+
+
+@dataclass
+class Place:
+    """One row on the device."""
+
+    slot: int
+    log: Log
+    law: RowLaw
+    live: bool = True
+
+
+class Behind(GraphRounds):
+    """Free rounds whose bookkeeping is the engine's own, over a CPU's model and state."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._model, self._state, self._drafter = engine.model, engine.state, engine.drafter
+        self._max_nodes = engine.state.max_nodes
+        self._flight = Flight()
+        self._places: list[Place] = []
+        self._words: list[list[Words]] = [[], []]
+        self._count = 0
+
+    @property
+    def launches(self) -> int:
+        """Free rounds so far."""
+        return self._count
+
+    def _load(self, rows: Sequence[Running]) -> None:
+        self._flight.load(rows)
+        logs = self._state.logs
+        self._places = [
+            Place(row.slot, copy(logs[row.slot]), replace(row.law(), history=list(row.tokens)))
+            for row in rows
+        ]
+        same = isinstance(self._drafter, NgramDrafter)
+        self._device_drafter: Drafter = NgramDrafter() if same else self._drafter
+
+    def _launch(self) -> list[tuple[Running, Verdict]]:
+        self._words[self._count % 2] = self._round()
+        before = self._read() if self._flight.unread else []
+        self._flight.unread = True
+        self._count += 1
+        return before
+
+    def _read(self) -> list[tuple[Running, Verdict]]:
+        return self._flight.read(self._words[(self._count - 1) % 2])
+
+    def _land(self) -> None:
+        logs = [place.log for place in self._places]
+        self._flight.land(
+            self._state.logs, [(x.bank, x.ring_len, len(x.path), [*x.path, 99]) for x in logs]
+        )
+
+    def _round(self) -> list[Words]:
+        words: list[Words] = [[0] * 5 for _ in self._places]
+        live = [b for b, place in enumerate(self._places) if place.live]
+        if not live:
+            return words
+        places = [self._places[b] for b in live]
+        trees = self._device_drafter.draft([self._draft_row(place) for place in places])
+        with self._cursors(places):
+            plan = self._state.begin([place.slot for place in places], trees)
+            logits = self._model.verify(plan, self._state)
+        for b, place, tree, at in zip(live, places, trees, plan.offsets, strict=False):
+            words[b], path = judge(logits, tree, at, place.law)
+            place.log.commit(path)
+            count, place.live = words[b][0], words[b][1] == 0
+            assert isinstance(place.law.history, list)
+            place.law.history.extend(words[b][5 : 5 + count])
+            place.law = replace(place.law, remaining=place.law.remaining - count)
+        return words
+
+    def _draft_row(self, place: Place) -> DraftRow:
+        law = place.law
+        return DraftRow(
+            slot=place.slot,
+            tokens=law.history,
+            num_prompt_tokens=law.num_prompt_tokens,
+            max_drafts=0 if law.remaining == 1 else self._max_nodes - 1,
+            seed=law.seed,
+        )
+
+    @contextmanager
+    def _cursors(self, places: Sequence[Place]):  # type: ignore[no-untyped-def]
+        """The state sees the device's logs."""
+        host = self._state.logs
+        self._state.logs = list(host)
+        for place in places:
+            self._state.logs[place.slot] = place.log
+        try:
+            yield
+        finally:
+            self._state.logs = host
+
+    def drive(
+        self, rows: Sequence[Running], trees: Sequence[DraftTree]
+    ) -> tuple[list[Verdict | None], Tensor, tuple[int, ...]]:
+        """As on a GPU."""
+        plan = self._state.begin([row.slot for row in rows], trees)
+        logits = self._model.verify(plan, self._state)
+        found = [
+            to_verdict(*judge(logits, tree, at, row.law())) if is_device_row(row) else None
+            for row, tree, at in zip(rows, trees, plan.offsets, strict=False)
+        ]
+        return found, logits, plan.offsets
+
+
+def judge(
+    logits: Tensor, tree: DraftTree, offset: int, law: RowLaw
+) -> tuple[Words, tuple[int, ...]]:
+    """What `sampling.triton.accept` writes for a row, and its path."""
+    try:
+        (v,) = accept(logits, [tree], [offset], [law])
+    except InvalidLogits:
+        return [0, FINISH_INVALID, 0, 0, 0], (0,)
+    counts = len(v.emitted), CODES[v.finish], v.num_accepted, v.num_drafted, v.offered_depth
+    return [*counts, *v.emitted, 99, 99], v.path
+
+
+def behind(engine: Engine) -> Behind:
+    """Make the engine believe that it has a GPU."""
+    engine._graphs = made = Behind(engine)
+    return made

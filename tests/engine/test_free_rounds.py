@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host one round behind: rows that join, end, are stopped or fail while a round is under way.
+The device is played by the CPU, the bookkeeping is the GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from behind import Behind, behind
+from engine_harness import (
+    Run,
+    check_rules,
+    check_whole,
+    make_engine,
+    outcome,
+    plain,
+    request,
+)
+from engine_requests import LONG, LOOP, PROMPTS, WALK, mixed
+
+from specla import drafters
+from specla.engine.engine import Engine
+from specla.models.base import TargetModel
+from specla.request import Request
+
+# All of them rows that a device can judge.
+FREE = [
+    request("stop string", WALK, seed=1, max_tokens=30, temperature=1.0, stop=("ab", "d", "x")),
+    request("loop", LOOP, seed=2, max_tokens=25),
+    request("one token", (11,), seed=3, max_tokens=1),
+    request("long", LONG, seed=4, max_tokens=9, temperature=0.8),
+    request("ends", (23, 5), seed=5, max_tokens=40, stop_token_ids=(9, 11, 20)),
+    *(request(f"n{i}", LONG[:65], seed=60 + i, temperature=1.1, max_tokens=7) for i in range(3)),
+    request("two", LOOP[:3], seed=7, max_tokens=2),
+]
+
+
+def run_behind(
+    engine: Engine,
+    rounds: Behind,
+    requests: Sequence[Request],
+    on_step: Callable[[int], None] = lambda step: None,
+    every: int = 1,
+) -> Run:
+    """Add a request every few steps and run to the end."""
+    run, waiting, step = Run(), list(requests), 0
+    while waiting or engine.has_work:
+        if waiting and step % every == 0:
+            engine.add(waiting.pop(0))
+        run.take(engine.step())
+        if not rounds._flight.rows:
+            check_rules(engine)
+        on_step(step)
+        step += 1
+        assert step < 2000, "the engine does not come to an end"
+    check_whole(engine)
+    return run
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("log", [0, 5])
+@pytest.mark.parametrize(("slots", "every"), [(1, 1), (3, 1), (3, 4), (8, 2)])
+def test_free_rounds_change_nothing(
+    target: TargetModel, drafter: str, log: int, slots: int, every: int
+) -> None:
+    engine = make_engine(target, drafters.build(drafter), slots=slots, log=log)
+    rounds = behind(engine)
+    run = run_behind(engine, rounds, FREE, every=every)
+    assert run.outcomes() == {n: outcome(c) for n, c in plain(target, FREE).items()}
+    assert rounds.launches > 0
+    assert all(c.timing.decode_s > 0 for c in run.completions.values())
+
+
+def test_free_and_driven_rounds_by_turns(target: TargetModel) -> None:
+    requests = [x for pair in zip(FREE, mixed(0.9), strict=False) for x in pair]
+    engine = make_engine(target, drafters.build("ngram"), slots=3, log=4)
+    rounds = behind(engine)
+    run = run_behind(engine, rounds, requests, every=3)
+    assert run.outcomes() == {n: outcome(c) for n, c in plain(target, requests).items()}
+    assert rounds.launches > 0
+
+
+def test_an_abort_while_a_round_is_under_way(target: TargetModel) -> None:
+    """The slot is the next row's at once."""
+    engine = make_engine(target, drafters.build("ngram"), slots=2, log=3)
+    rounds = behind(engine)
+    doomed = [request(f"doomed{i}", PROMPTS[i], seed=i, max_tokens=50) for i in range(3)]
+
+    aborted: list[str] = []
+
+    def abort(step: int) -> None:
+        for name, row in list(engine.scheduler.running.items()):
+            if rounds._flight.unread and name.startswith("doomed") and len(row.output) > 2:
+                assert engine.abort(name) is not None
+                aborted.append(name)
+
+    order = [x for pair in zip(doomed, FREE, strict=False) for x in pair]
+    run = run_behind(engine, rounds, order, abort)
+    assert len(aborted) == 3
+    want = {n: outcome(c) for n, c in plain(target, order).items() if n not in aborted}
+    assert run.outcomes() == want
+
+
+@pytest.mark.parametrize("where", ["_launch", "_load", "_read", "_land"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_failure_while_a_round_is_under_way(
+    target: TargetModel, where: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device still does for dropped rows is nobody's, and the engine goes on."""
+    engine = make_engine(target, drafters.build("ngram"), slots=2, log=3)
+    rounds = behind(engine)
+    for one in FREE[:2]:
+        engine.add(one)
+    for _ in range(3):
+        engine.step()
+    assert rounds._flight.unread
+    work = getattr(rounds, where)
+
+    def fails(*args: object) -> object:
+        monkeypatch.setattr(rounds, where, work)
+        if after:
+            work(*args)
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(rounds, where, fails)
+    if where in ("_load", "_land"):
+        engine.abort(FREE[0].request_id)
+    with pytest.raises(RuntimeError, match="lost"):
+        run_behind(engine, rounds, [])
+    assert not engine.scheduler.running
+    run = run_behind(engine, rounds, FREE)
+    assert run.outcomes() == {n: outcome(c) for n, c in plain(target, FREE).items()}
+
+
+@pytest.mark.parametrize("neighbour", [{}, {"top_k": 3}])
+def test_nothing_to_draw(
+    target: TargetModel, neighbour: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's word is the last one, in free and in driven rounds."""
+    beside = request("beside", LOOP, seed=2, max_tokens=12, **neighbour)
+    alone = plain(target, [beside])
+    engine = make_engine(target, drafters.build("none"), slots=2)
+    rounds = behind(engine)
+    verify, calls = target.verify, 0
+
+    def broken(plan: object, state: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        logits = verify(plan, state).clone()  # type: ignore[arg-type]
+        if calls == 4:
+            logits[:1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(target, "verify", broken, raising=False)
+    run = Run()
+    for one in (request("bad", WALK, seed=1, max_tokens=20), beside):
+        engine.add(one)
+    while engine.has_work:
+        run.take(engine.step())
+    assert bool(rounds.launches) == (not neighbour)
+    bad = run.completions.pop("bad")
+    assert bad.finish_reason == "error"
+    assert len(bad.token_ids) == 3
+    assert engine.stats.finished["error"] == 1
+    assert run.outcomes() == {n: outcome(c) for n, c in alone.items()}
