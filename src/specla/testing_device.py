@@ -26,7 +26,7 @@ _PURPOSE = tl.constexpr(TREE_PURPOSE)
 def draft_random_tree(
     seed: Tensor, len_tokens: Tensor, rnd: DeviceRound, *, vocab_size: int, pdl: bool = False
 ) -> None:
-    """Fill every live row with a random tree of exactly N nodes below its node 0.
+    """Fill every live row with a random tree of exactly N nodes, its node 0 included.
 
     Node i hangs below any earlier node; its token is one of those that are i modulo N, so that
     siblings are distinct. A function of (seed, len_tokens) of the row alone. Rows whose
@@ -34,10 +34,11 @@ def draft_random_tree(
 
     Args:
         seed, len_tokens: int64 and int32 [B].
-        rnd: tokens [B, N] with N <= vocab_size; node 0's token is left as it is.
+        rnd: tokens [B, N] with N <= vocab_size and N <= N_max; node 0's token is left as it is.
     """
     num_rows, num_nodes = rnd.tokens.shape
     assert num_nodes <= vocab_size
+    assert num_nodes <= rnd.path.shape[1], "max_nodes must be a power of two"
     _random_tree_kernel[(num_rows,)](
         seed,
         len_tokens,

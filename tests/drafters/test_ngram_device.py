@@ -131,6 +131,15 @@ def test_histories_of_several_tiles() -> None:
     assert {tree.num_nodes for tree in expected} == {8}
 
 
+def test_a_bucket_with_more_room_than_a_tree_may_take() -> None:
+    """max_nodes 5 runs in buckets of 8 nodes; a sixth node would be another bank's."""
+    text = [1, 2, 3] * 4
+    rnd = new_round(1, 8)
+    rnd = rnd._replace(path=rnd.path[:, :5])
+    draft_chain(int32([text]), int32([len(text)]), int32([50]), rnd)
+    assert tree_of(rnd, 0) == on_host(text, 50, 5) == DraftTree.chain(3, [1, 2, 3, 1])
+
+
 def test_idle_rows_stay_idle() -> None:
     rnd = new_round(2, 4)
     rnd.num_nodes[0] = 0

@@ -82,6 +82,18 @@ def test_free_and_driven_rounds_by_turns(target: TargetModel) -> None:
     assert rounds.launches > 0
 
 
+def test_guests_of_a_steady_row(target: TargetModel) -> None:
+    """Free, driven while a guest is there, free again."""
+    steady = request("steady", LOOP, seed=20, temperature=0.6, max_tokens=60)
+    guests = [request(f"g{i}", WALK, seed=i, top_k=3, max_tokens=3) for i in range(4)]
+    engine = make_engine(target, drafters.build("ngram"), slots=2, log=4)
+    rounds = behind(engine)
+    run = run_behind(engine, rounds, [steady, *guests], every=6)
+    want = plain(target, [steady, *guests])
+    assert run.outcomes() == {n: outcome(c) for n, c in want.items()}
+    assert rounds.launches > 10
+
+
 def test_an_abort_while_a_round_is_under_way(target: TargetModel) -> None:
     """The slot is the next row's at once."""
     engine = make_engine(target, drafters.build("ngram"), slots=2, log=3)

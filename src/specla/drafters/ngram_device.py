@@ -40,10 +40,11 @@ def draft_chain(
         history: int32 [B, max_len], prompt and output so far.
         len_tokens: int32 [B], how many of them there are, >= 1 for a live row.
         remaining: int32 [B], tokens that may still be emitted; 1 has no use for a draft.
-        rnd: at most N - 1 drafts fit.
+        rnd: at most N_max - 1 drafts fit: a bucket may have room for more than a tree may have.
         prompt_lookup_max, prompt_lookup_min, num_draft_tokens: as `NgramDrafter` takes them.
     """
     num_rows, num_nodes = rnd.tokens.shape
+    num_draft_tokens = min(num_draft_tokens, rnd.path.shape[1] - 1)
     assert 1 <= prompt_lookup_min <= prompt_lookup_max <= 64
     assert history.shape[1] <= 1 << POSITION_BITS
     _draft_kernel[(num_rows,)](
