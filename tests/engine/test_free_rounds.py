@@ -94,6 +94,21 @@ def test_guests_of_a_steady_row(target: TargetModel) -> None:
     assert rounds.launches > 10
 
 
+def test_a_text_longer_than_the_device_keeps(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts come from the host then. A drafter that does not look back needs no history."""
+    monkeypatch.setattr("specla.engine.graphs.MAX_HISTORY", 48)
+    launches = {}
+    for name in ("none", "ngram"):
+        engine = make_engine(target, drafters.build(name), slots=3, log=2)
+        rounds = behind(engine)
+        run = run_behind(engine, rounds, FREE)
+        assert run.outcomes() == {n: outcome(c) for n, c in plain(target, FREE).items()}
+        launches[name] = rounds.launches
+    assert launches["none"] > launches["ngram"] > 0
+
+
 def test_an_abort_while_a_round_is_under_way(target: TargetModel) -> None:
     """The slot is the next row's at once."""
     engine = make_engine(target, drafters.build("ngram"), slots=2, log=3)

@@ -36,6 +36,8 @@ from specla.topology.tree import DraftTree
 MAX_HISTORY = 1 << 16
 """Tokens of a row that a device drafter can look back on."""
 MAX_ENDS = 16
+# As good as no limit, and what an int32 can hold.
+MAX_REMAINING = 2**31 - 1
 Tick = Callable[[int, int], None]
 
 
@@ -76,8 +78,17 @@ class GraphRounds:
     # ---- choosing between the two
 
     def is_free(self, rows: Sequence[Running]) -> bool:
-        """Whether these rows' rounds need no host."""
-        return isinstance(self._drafter, DeviceDrafter) and all(map(is_device_row, rows))
+        """Whether these rows' rounds need no host. The device may be a round ahead of it."""
+        if not isinstance(self._drafter, DeviceDrafter):
+            return False
+        longest = max((len(row.tokens) for row in rows), default=0) + self._max_nodes
+        fits = longest <= MAX_HISTORY or not self._looks_back
+        return fits and all(map(is_device_row, rows))
+
+    @property
+    def _looks_back(self) -> bool:
+        """Whether drafting on the device reads the rows' tokens."""
+        return isinstance(self._drafter, DeviceDrafter) and self._drafter.info.max_depth > 0
 
     def capture(self, tick: Tick | None = None) -> None:
         """Make every graph there can be, so that no round has to."""
@@ -152,8 +163,15 @@ class GraphRounds:
     ) -> tuple[list[Verdict | None], Tensor, tuple[int, ...]]:
         """One round over the host's trees. Returns the device's verdict for rows that it can
         judge and None for others, the logits [M, vocab], and where each row's nodes start in
-        them."""
+        them.
+
+        Raises:
+            CapacityExceeded: a tree has more nodes than the state has room for.
+        """
+        self._state.check_round([row.slot for row in rows], trees)
         nodes = bucket(max(tree.num_nodes for tree in trees))
+        if isinstance(self._drafter, DeviceDrafter):
+            nodes = self._max_nodes  # the only size that `capture` has made
         self._graph(bucket(len(rows)), nodes, False)
         one = self._buckets[bucket(len(rows)), nodes]
         plan = self._plan(rows, trees, nodes)
@@ -205,6 +223,7 @@ class GraphRounds:
         device = self._state.device
         rnd = self._state.rounds.round(num_rows, num_nodes)
         words = VERDICT_HEADER + num_nodes + 1
+        looks_back = self._looks_back and num_nodes == self._max_nodes
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -215,7 +234,7 @@ class GraphRounds:
             remaining=zeros(num_rows),
             temperature=zeros(num_rows, dtype=torch.float64),
             ends=zeros(num_rows, MAX_ENDS),
-            history=zeros(num_rows, MAX_HISTORY if num_nodes == self._max_nodes else 1),
+            history=zeros(num_rows, MAX_HISTORY if looks_back else 1),
         )
         return _Round(
             rnd=rnd,
@@ -247,7 +266,7 @@ def _fill_rows(one: _Round, rows: Sequence[Running], *, history: bool) -> None:
     values = {
         "seed": [(row.request.seed + 2**63) % 2**64 - 2**63 for row in rows],
         "len_tokens": [len(row.tokens) for row in rows],
-        "remaining": [row.remaining for row in rows],
+        "remaining": [min(row.remaining, MAX_REMAINING) for row in rows],
         "temperature": [float(row.request.params.temperature) for row in rows],
         "ends": [[*e, *[-1] * (MAX_ENDS - len(e))] for e in ends],
     }
@@ -256,8 +275,8 @@ def _fill_rows(one: _Round, rows: Sequence[Running], *, history: bool) -> None:
         staged[: len(rows)] = torch.tensor(column, dtype=staged.dtype)
         getattr(one.rows, name).copy_(staged, non_blocking=True)
     if history:
-        kept = [row.tokens[: one.host.history.shape[1]] for row in rows]
-        for b, tokens in enumerate(kept):
-            one.host.history[b, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        longest = max(map(len, kept))
-        one.rows.history[:, :longest].copy_(one.host.history[:, :longest], non_blocking=True)
+        for row, device, staged in zip(rows, one.rows.history, one.host.history, strict=False):
+            tokens = torch.tensor(row.tokens[: staged.shape[0]], dtype=torch.int32)
+            # Row by row: a copy of part of a matrix would not stay in pinned memory.
+            staged[: len(tokens)] = tokens
+            device[: len(tokens)].copy_(staged[: len(tokens)], non_blocking=True)

@@ -107,15 +107,7 @@ class State:
         Raises:
             CapacityExceeded: a tree has more than `max_nodes` nodes.
         """
-        assert slots, "a round needs at least one row"
-        assert len(set(slots)) == len(slots) == len(trees), "one row per slot"
-        for slot, tree in zip(slots, trees, strict=True):
-            assert self.pool.in_use(slot), f"slot {slot} is free"
-            if tree.num_nodes > self.max_nodes:
-                raise CapacityExceeded(
-                    f"a tree may have {self.max_nodes} nodes (max_nodes), slot {slot}'s has "
-                    f"{tree.num_nodes}; draft less or raise max_nodes"
-                )
+        self.check_round(slots, trees)
         logs = [self.logs[slot] for slot in slots]
         if self.device.type == "cuda":
             return self.rounds.plan(slots, logs, trees)
@@ -126,6 +118,22 @@ class State:
             conv_width=self.shape.conv_width,
             device=self.device,
         )
+
+    def check_round(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> None:
+        """What `begin` asks of its arguments.
+
+        Raises:
+            CapacityExceeded: a tree has more than `max_nodes` nodes.
+        """
+        assert slots, "a round needs at least one row"
+        assert len(set(slots)) == len(slots) == len(trees), "one row per slot"
+        for slot, tree in zip(slots, trees, strict=True):
+            assert self.pool.in_use(slot), f"slot {slot} is free"
+            if tree.num_nodes > self.max_nodes:
+                raise CapacityExceeded(
+                    f"a tree may have {self.max_nodes} nodes (max_nodes), slot {slot}'s has "
+                    f"{tree.num_nodes}; draft less or raise max_nodes"
+                )
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """End the round that `begin` fixed: each row's accepted path becomes its log's tail.
