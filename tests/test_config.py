@@ -146,6 +146,28 @@ def test_a_device_without_kernels_is_not_replaced(device: str) -> None:
     assert repr(device) in str(refused.value)
 
 
+def test_the_gpu_asked_for_is_the_one_that_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two GPUs is too old."""
+    ages = {None: (9, 0), 0: (9, 0), 1: (7, 5)}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", ages.get)
+    monkeypatch.setattr("torch.cuda.get_device_name", "GPU {}".format)
+    monkeypatch.setattr("specla.config.find_spec", lambda name: name)
+    for device in ("cuda", "cuda:0"):
+        assert resolve(EngineConfig(device=device)).device == device
+    for device, why in (("cuda:1", "GPU 1 is older"), ("cuda:2", "torch sees 2 of them")):
+        with pytest.raises(KernelUnavailable, match=why):
+            resolve(EngineConfig(device=device))
+
+
+@pytest.mark.parametrize("device", ["cuda:", "cuda:x", "cuda:-1", "cuda0", "gpu", "cuda:0:1"])
+def test_what_is_no_device(device: str) -> None:
+    with pytest.raises(ConfigError, match="cuda or cuda:N") as refused:
+        resolve(EngineConfig(device=device))
+    assert repr(device) in str(refused.value)
+
+
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "eagle"])
 def test_plain_mode_with_a_drafter_has_no_meaning(drafter: str) -> None:
     with pytest.raises(ConfigError, match="use drafter none, or mode exact") as refused:

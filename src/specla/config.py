@@ -205,9 +205,10 @@ def _device(device: str, reasons: dict[str, str]) -> str:
         return "cpu" if missing else "cuda"
     if device == "cpu":
         return device
-    if device.split(":")[0] != "cuda":
-        raise ConfigError(f"device must be auto, cpu or cuda, got {device!r}")
-    if missing := _why_no_gpu():
+    kind, colon, index = device.partition(":")
+    if kind != "cuda" or (colon and not (index.isascii() and index.isdecimal())):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if missing := _why_no_gpu(int(index) if colon else None):
         raise KernelUnavailable(
             f"device {device!r} needs an NVIDIA GPU of compute capability 8.0 or later and "
             f"triton: {missing}; use --device cpu"
@@ -223,12 +224,14 @@ def _mode(mode: str, device: str) -> Mode:
     return next(known for known in MODES if known == mode)
 
 
-def _why_no_gpu() -> str:
-    """What is missing for the CUDA kernels; empty if nothing is."""
+def _why_no_gpu(index: int | None = None) -> str:
+    """What is missing for the CUDA kernels; empty if nothing is. None: the current GPU."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} is older than compute capability 8.0"
+    if index is not None and index >= (count := torch.cuda.device_count()):
+        return f"torch sees {count} of them, counted from 0"
+    if torch.cuda.get_device_capability(index) < (8, 0):
+        return f"{torch.cuda.get_device_name(index)} is older than compute capability 8.0"
     if find_spec("triton") is None:
         return "triton is not installed (pip install 'specla[gpu]')"
     return ""

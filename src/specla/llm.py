@@ -80,6 +80,8 @@ class LLM:
             threads=threads,
         )
         self.config: ResolvedConfig = resolve(asked)
+        self._gpu = self._which_gpu()
+        self._use_gpu()
         self._load(progress)
         self.engine.capture(capture_progress)
         self._ids = itertools.count()
@@ -207,6 +209,18 @@ class LLM:
                 self.engine.abort(request.request_id)
                 del self._inboxes[request.request_id]
 
+    def _which_gpu(self) -> int | None:
+        """The index of the GPU asked for; "cuda" is the current one."""
+        if self.config.device == "cpu":
+            return None
+        index = self.config.device.partition(":")[2]
+        return int(index) if index else torch.cuda.current_device()
+
+    def _use_gpu(self) -> None:
+        """Kernels run on the process's current GPU, and another LLM may have changed it."""
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
+
     def _use_threads(self) -> None:
         """The thread count is the process's, and another LLM may have changed it: row invariance
         was checked for ours only."""
@@ -215,6 +229,7 @@ class LLM:
 
     def _step(self, requests: Sequence[Request]) -> None:
         self._use_threads()
+        self._use_gpu()
         if not any(self.engine.scheduler.find(request.request_id) for request in requests):
             raise SpeclaError(
                 "a request must stay in the engine until it completes, but a round that failed "
