@@ -209,6 +209,11 @@ class FusedDecoder:
         buffers, w, s, num_rows = self.buffers, layer.weights, self.shape, h.shape[0]
         y, mixed = buffers.y[:num_rows], buffers.mixed[:num_rows]
         workspace = gdn.Workspace(*(t[:num_rows] for t in buffers.workspace))
+        # A small model's kernels may all start before they wait: the next layer's walk then
+        # counts the parts that have come in other cells. A tree that has parts has 16 or more.
+        num_trees, num_nodes = rnd.tokens.shape
+        first = index % num_nodes * num_trees
+        workspace = workspace._replace(arrivals=workspace.arrivals[first:])
         layer.in_proj(h, y)
         gdn.prepare(
             state.layers[index], rnd, y, layer.conv_taps, w.A, w.dt_bias, workspace, shape=s,
