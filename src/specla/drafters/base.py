@@ -79,5 +79,6 @@ class DeviceDrafter(Protocol):
 
     def launch(self, rows: RowArrays, rnd: DeviceRound) -> None:
         """Write tokens, parents and num_nodes of every live row (num_nodes > 0); node 0's token
-        is there already. Kernel launches only: no allocation, no host synchronisation."""
+        is there already, and rnd.path has room for as many nodes as a tree may have. Kernel
+        launches only: no allocation, no host synchronisation. `observe` is not called."""
         ...
