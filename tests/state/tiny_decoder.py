@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specla.models.gdn_decoder import BlockWeights, Decoder, DecoderWeights
+from specla.models.gdn_decoder import Decoder
+from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops.contract import RecurrentShape
 
 VOCAB, WIDTH, HIDDEN = 17, 12, 20

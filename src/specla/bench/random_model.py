@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specla.models.base import ModelInfo
-from specla.models.gdn_decoder import BlockWeights, Decoder, DecoderWeights
+from specla.models.gdn_decoder import Decoder
+from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops.contract import RecurrentShape
 
 # GDN-1.3B: 1,466,343,808 parameters, untied.

@@ -30,7 +30,8 @@ from specla.models.fla_gdn_config import (
     expected_tensors,
     parse_config,
 )
-from specla.models.gdn_decoder import BlockWeights, Decoder, DecoderWeights
+from specla.models.gdn_decoder import Decoder
+from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.models.weights import Checkpoint, Progress, Shape, load_tensors, read_checkpoint
 
 if TYPE_CHECKING:

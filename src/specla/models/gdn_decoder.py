@@ -11,7 +11,6 @@ recurrence acts on one row at a time. No positions anywhere: only the parent cha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from specla.config import prefill_kernels
 from specla.errors import ExactnessUnavailable
+from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import conv, gdn
 from specla.ops.contract import DevicePlan, LayerState, RecurrentShape, RoundPlan
 from specla.ops.gdn import reference
@@ -35,37 +35,6 @@ if TYPE_CHECKING:
 Convolve = Callable[[Tensor, Tensor], Tensor]
 Recur = Callable[[gdn.Inputs], Tensor]
 MAX_DEVICE_NODES = 64  # of one tree in the GPU kernels
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockWeights:
-    """One layer, projections fused.
-
-    in_proj [2 H K + G V (+ G V with a gate) + 2 G, D], rows ordered q | k | v | (gate) | a | b;
-    conv [C, W]; A [G] = -exp(A_log) and dt_bias [G] in compute dtype; o_norm [V];
-    o_proj [D, G V]; gate_up [2 I, D]; down [D, I]; attn_norm, mlp_norm [D].
-    """
-
-    attn_norm: Tensor
-    in_proj: Tensor
-    conv: Tensor
-    A: Tensor
-    dt_bias: Tensor
-    o_norm: Tensor
-    o_proj: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderWeights:
-    """embeddings [vocab, D], norm [D], head [vocab, D] (the same tensor where tied), blocks."""
-
-    embeddings: Tensor
-    blocks: tuple[BlockWeights, ...]
-    norm: Tensor
-    head: Tensor
 
 
 class Block:

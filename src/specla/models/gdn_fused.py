@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specla.errors import KernelUnavailable
-from specla.models.gdn_decoder import BlockWeights, DecoderWeights
+from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import rows
 from specla.ops.contract import DeviceRound, RecurrentShape
 from specla.ops.gdn import triton as gdn

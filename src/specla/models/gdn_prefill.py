@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specla.config import PrefillKernels
-from specla.models.gdn_decoder import BlockWeights, DecoderWeights
+from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import rows
 from specla.ops.contract import RecurrentShape
 from specla.ops.gdn import Inputs, prefill, reference
