@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,16 @@ def test_the_gpu_asked_for_is_the_one_that_is_looked_at(monkeypatch: pytest.Monk
     for device, why in (("cuda:1", "GPU 1 is older"), ("cuda:2", "torch sees 2 of them")):
         with pytest.raises(KernelUnavailable, match=why):
             resolve(EngineConfig(device=device))
+
+
+def test_an_old_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 0))
+    old = SimpleNamespace(__version__="3.5.1")
+    monkeypatch.setattr("specla.config.import_module", lambda name: old)
+    with pytest.raises(KernelUnavailable, match=r"triton 3\.5\.1 is older than 3\.6"):
+        resolve(EngineConfig(device="cuda"))
+    assert resolve(EngineConfig()).reasons["device"].startswith("cpu: triton 3.5.1")
 
 
 @pytest.mark.parametrize("device", ["cuda:", "cuda:x", "cuda:-1", "cuda0", "gpu", "cuda:0:1"])

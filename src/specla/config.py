@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
@@ -29,6 +30,7 @@ CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 256, 4096
 # The series of fla-core whose kernels prefill launches; they are not part of its interface.
 FLA_CORE = "0.6"
 GPU_MAX_NODES = 64
+TRITON = (3, 6)
 GPU_LOG_CAPACITY = 16
 # Bytes of weights below which a second CPU thread brought nothing on idle cores and made decoding
 # several times slower on shared ones (docs/log.md, 2026-11-29).
@@ -234,6 +236,9 @@ def _why_no_gpu(index: int | None = None) -> str:
         return f"{torch.cuda.get_device_name(index)} is older than compute capability 8.0"
     if find_spec("triton") is None:
         return "triton is not installed (pip install 'specla[gpu]')"
+    found: str = import_module("triton").__version__
+    if tuple(map(int, found.split(".")[:2])) < TRITON:
+        return f"triton {found} is older than {'.'.join(map(str, TRITON))}"
     return ""
 
 

@@ -116,14 +116,16 @@ class FusedDecoder:
             self._stream()
         self.max_rows, self._fast = 0, False
         self.buffers: _Buffers
+        self._rooms: list[_Buffers] = []  # alive as long as a graph may use them
         self._forms: dict[tuple[int, int, int], wy.ClosedForm] = {}
 
     def reserve(self, max_rows: int, *, fast: bool = False) -> None:
         """Room for rounds of up to `max_rows` nodes, padding included (rows times nodes of the
-        bucket). Graphs captured before are void if this makes new room."""
+        bucket). Graphs captured before keep the room that they were captured with."""
         self._fast = fast
         if max_rows > self.max_rows:
             self.max_rows, self.buffers = max_rows, _Buffers(self, max_rows)
+            self._rooms.append(self.buffers)
 
     def _layer(self, w: BlockWeights) -> _Layer:
         return _Layer(
