@@ -58,46 +58,53 @@ def sampling(row: int, count: int = TOKENS) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
 
 
-def decode(
-    rows: Sequence[int], drafter: Drafter, *, max_nodes: int, count: int = TOKENS
-) -> dict[int, Outcome]:
-    """What these rows come to, all in one engine."""
+def new_engine(drafter: Drafter, *, slots: int, max_nodes: int) -> tuple[Engine, Remembering]:
     target = model()
     state = Remembering(
         target.info.recurrent,
-        num_slots=len(rows),
+        num_slots=slots,
         max_nodes=max_nodes,
         log_capacity=16,
         dtype=target.dtype,
         device=target.device,
     )
     state.kept = {}
-    engine = Engine(target, state, drafter, mode="exact", prefill_chunk=256)
-    for row in rows:
-        engine.add(
-            Request(
-                request_id=str(row),
-                prompt=None,
-                prompt_token_ids=prompt(row),
-                params=sampling(row, count),
-                seed=row,
-            )
-        )
-    tokens: dict[int, tuple[int, ...]] = {}
+    return Engine(target, state, drafter, mode="exact", prefill_chunk=256), state
+
+
+def decode(
+    rows: Sequence[int], drafter: Drafter, *, max_nodes: int, count: int = TOKENS, at_once: int = 8
+) -> list[Outcome]:
+    """What these rows come to, all in one engine; `at_once` of them join between two rounds."""
+    engine, state = new_engine(drafter, slots=len(rows), max_nodes=max_nodes)
+    outcomes: dict[int, Outcome] = {}
     slots: dict[int, int] = {}
-    while engine.has_work:
+    waiting = list(enumerate(rows))
+    while waiting or engine.has_work:
+        for i, row in waiting[:at_once]:
+            engine.add(
+                Request(
+                    request_id=str(i),
+                    prompt=None,
+                    prompt_token_ids=prompt(row),
+                    params=sampling(row, count),
+                    seed=row,
+                )
+            )
+        del waiting[:at_once]
         for delta in engine.step():
             if delta.completion is not None:
-                tokens[int(delta.request_id)] = delta.completion.token_ids
+                i = int(delta.request_id)
+                outcomes[i] = (delta.completion.token_ids, *state.kept[slots[i]])
         for name, running in engine.scheduler.running.items():
             slots[int(name)] = running.slot
-    return {row: (tokens[row], *state.kept[slots[row]]) for row in rows}
+    return [outcomes[i] for i in range(len(rows))]
 
 
 @cache
 def alone(row: int, count: int = TOKENS) -> Outcome:
     """Plain decoding of one row, in an engine of its own, through the host's trees."""
-    return decode([row], HostNone(), max_nodes=1, count=count)[row]
+    return decode([row], HostNone(), max_nodes=1, count=count)[0]
 
 
 class HostNone(NoDrafter):
@@ -134,65 +141,29 @@ DRAFTERS: dict[str, Callable[[int], Drafter]] = {
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 4), (1, 64), (8, 16), (8, 64)])
 def test_trees_give_the_bytes_of_plain_decoding(kind: str, batch: int, nodes: int) -> None:
-    got = decode(list(ROWS)[:batch], DRAFTERS[kind](nodes), max_nodes=nodes)
-    _assert_as_alone(got)
+    rows = ROWS[:batch]
+    _assert_as_alone(rows, decode(rows, DRAFTERS[kind](nodes), max_nodes=nodes))
 
 
 def test_sixty_four_rows_of_sixteen_nodes() -> None:
     """Eight prompts, each in eight rows that start and end at different rounds."""
     drafter = RandomTreeDrafter(6, VOCAB, max_depth=8, truth=truth, p_right=0.6)
-    target = model()
-    state = State(
-        target.info.recurrent,
-        num_slots=64,
-        max_nodes=16,
-        log_capacity=16,
-        dtype=target.dtype,
-        device=target.device,
-    )
-    engine = Engine(target, state, drafter, mode="exact", prefill_chunk=256)
-    done: dict[str, tuple[int, ...]] = {}
-    for i in range(64):
-        row = i % 8
-        request = Request(
-            request_id=f"{i}",
-            prompt=None,
-            prompt_token_ids=prompt(row),
-            params=sampling(row),
-            seed=row,
-        )
-        engine.add(request)
-        for delta in engine.step() if i % 4 == 3 else []:
-            if delta.completion:
-                done[delta.request_id] = delta.completion.token_ids
-    while engine.has_work:
-        for delta in engine.step():
-            if delta.completion:
-                done[delta.request_id] = delta.completion.token_ids
-    for i in range(64):
-        assert done[str(i)] == alone(i % 8)[0], i
+    rows = [i % 8 for i in range(64)]
+    _assert_as_alone(rows, decode(rows, drafter, max_nodes=16, at_once=4))
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", ["none", "ngram"])
 def test_rounds_without_the_host_give_the_same_tokens(name: str, batch: int) -> None:
     drafter: Drafter = NoDrafter() if name == "none" else NgramDrafter()
-    got = decode(list(ROWS)[:batch], drafter, max_nodes=16 if name == "ngram" else 1)
-    for row, (tokens, *_) in got.items():
+    rows = ROWS[:batch]
+    got = decode(rows, drafter, max_nodes=16 if name == "ngram" else 1)
+    for row, (tokens, *_) in zip(rows, got, strict=True):
         assert tokens == alone(row)[0], row
 
 
 def test_a_free_round_never_synchronises() -> None:
-    target = model()
-    state = State(
-        target.info.recurrent,
-        num_slots=1,
-        max_nodes=16,
-        log_capacity=16,
-        dtype=target.dtype,
-        device=target.device,
-    )
-    engine = Engine(target, state, NgramDrafter(), mode="exact", prefill_chunk=256)
+    engine, _ = new_engine(NgramDrafter(), slots=1, max_nodes=16)
     engine.add(
         Request(
             request_id="r",
@@ -215,8 +186,8 @@ def test_a_free_round_never_synchronises() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _assert_as_alone(got: dict[int, Outcome]) -> None:
-    for row, (tokens, committed, states) in got.items():
+def _assert_as_alone(rows: Sequence[int], got: Sequence[Outcome]) -> None:
+    for row, (tokens, committed, states) in zip(rows, got, strict=True):
         assert tokens == alone(row)[0], f"row {row}: tokens"
         # An accepted draft that ends the row is in the state; plain decoding's last token is not.
         _, same_length, want = alone(row, TOKENS + committed - alone(row)[1])
