@@ -56,6 +56,7 @@ def fails(capsys: CAPTURE, code: int, *arguments: str) -> str:
         (["-p", "x", "--prompts", "y"], "both"),
         (["--prompts", "no/such/file.jsonl"], "no/such/file.jsonl"),
         (["--prompts", "x", "--compare"], "--compare"),
+        (["-p", "x", "--compare", "--mode", "fast"], "--compare checks mode exact"),
         (["-p", "x", "--compare", "--repeats", "0"], "--repeats must be >= 1, got 0"),
     ],
 )

@@ -104,7 +104,7 @@ def generate(
         revision=revision,
         threads=threads,
     )
-    _check_combination(prompt, prompts, compare=compare, json=json, logprobs=logprobs)
+    _check_combination(prompt, prompts, compare=compare, mode=mode, json=json, logprobs=logprobs)
     bars = not no_progress
     if compare:
         return run_compare(
@@ -116,12 +116,22 @@ def generate(
 
 
 def _check_combination(
-    prompt: str | None, prompts: str | None, *, compare: bool, json: bool, logprobs: int | None
+    prompt: str | None,
+    prompts: str | None,
+    *,
+    compare: bool,
+    mode: str,
+    json: bool,
+    logprobs: int | None,
 ) -> None:
     """A flag that would have no effect is an error, not a surprise."""
     if prompts is not None and prompt is not None:
         raise ConfigError("one source of prompts must be given, got both -p and --prompts")
     if prompts is not None and compare:
         raise ConfigError("--compare needs one prompt (-p), got --prompts; see 'specla bench'")
+    if compare and mode != "exact":
+        raise ConfigError(
+            f"--compare checks mode exact against plain decoding, got --mode {mode}; leave one out"
+        )
     if logprobs is not None and not (json or prompts is not None):
         raise ConfigError("--logprobs needs --json or --prompts: plain text cannot show them")
