@@ -65,7 +65,7 @@ class Engine:
             # Triton is imported where there is a GPU only.
             from specla.engine.graphs import GraphRounds
 
-            self._graphs = GraphRounds(model, state, drafter, fast=mode == "fast")
+            self._graphs = GraphRounds(model, state, drafter, kernel=self._kernel)
 
     def capture(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: make the graphs of every round size now. tick: (done, in all)."""
@@ -76,6 +76,9 @@ class Engine:
         """On a GPU: replays the last free round's graph, for measuring it."""
         assert self._graphs is not None, "there are no graphs without a GPU"
         return self._graphs.replay()
+
+    def _kernel(self, rows: int, nodes: int) -> str:
+        return self.model.default_kernel(rows, nodes, self.mode)
 
     def add(self, request: Request) -> None:
         """Queue a request.

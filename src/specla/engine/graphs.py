@@ -24,7 +24,7 @@ from torch import Tensor
 from specla.drafters.base import DeviceDrafter, Drafter
 from specla.engine.flight import Flight, to_verdict
 from specla.engine.running import Running
-from specla.models.base import TargetModel
+from specla.models.base import KernelChoice, TargetModel
 from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
 from specla.sampling.accept import Verdict
 from specla.sampling.filters import is_unfiltered
@@ -56,16 +56,16 @@ class _Round:
 
 
 class GraphRounds:
-    """What an engine on a GPU calls instead of draft, verify, accept and commit. fast: the model
-    may verify with kernels that are not exact."""
+    """What an engine on a GPU calls instead of draft, verify, accept and commit. kernel: what
+    verifies the rounds of each bucket."""
 
     def __init__(
-        self, model: TargetModel, state: State, drafter: Drafter, *, fast: bool = False
+        self, model: TargetModel, state: State, drafter: Drafter, *, kernel: KernelChoice
     ) -> None:
         self._model, self._state, self._drafter = model, state, drafter
         self._max_rows = bucket(state.pool.num_slots)
         self._max_nodes = bucket(state.max_nodes)
-        model.reserve(self._max_rows * self._max_nodes, fast=fast)
+        model.reserve(self._max_rows * self._max_nodes, kernel=kernel)
         self._choices: Choices = new_choices(
             self._max_rows * self._max_nodes, model.info.vocab_size, state.device
         )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,9 @@ from torch import Tensor, device, dtype
 
 from specla.ops.contract import DevicePlan, RecurrentShape, RoundPlan
 from specla.state import State
+
+KernelChoice = Callable[[int, int], str]
+"""The kernel that verifies rounds of (rows, nodes), as padded: one of `TargetModel.kernels`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +47,18 @@ class TargetModel(Protocol):
         """
         ...
 
-    def reserve(self, max_rows: int, *, fast: bool = False) -> None:
-        """Make room for rounds of up to `max_rows` flat nodes, before the first one. fast: they
-        may use kernels that are not exact (on a GPU; a CPU has none)."""
+    def kernels(self, mode: str) -> tuple[str, ...]:
+        """Names of the kernels that may verify a round in `mode`; any of them can verify every
+        round. In exact mode they give the same bits."""
+        ...
+
+    def default_kernel(self, rows: int, nodes: int, mode: str) -> str:
+        """Which of them is taken where nobody has measured, for `rows` trees of `nodes` nodes."""
+        ...
+
+    def reserve(self, max_rows: int, *, kernel: KernelChoice | None = None) -> None:
+        """Make room for rounds of up to `max_rows` flat nodes, before the first one. kernel: what
+        verifies them; None: the default of exact mode."""
         ...
 
     def verify(self, plan: RoundPlan | DevicePlan, state: State) -> Tensor:

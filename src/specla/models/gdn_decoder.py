@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specla.config import prefill_kernels
 from specla.errors import ExactnessUnavailable
+from specla.models.base import KernelChoice
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import conv, gdn
 from specla.ops.contract import DevicePlan, LayerState, RecurrentShape, RoundPlan
@@ -124,10 +125,22 @@ class Decoder:
             kernels=kernels,
         )  # fmt: skip
 
-    def reserve(self, max_rows: int, *, fast: bool = False) -> None:
+    def kernels(self, mode: str) -> tuple[str, ...]:
+        """What may verify a round (see the model contract)."""
+        if self._fused is None:
+            return ("reference",)
+        return ("walk", "closed") if mode == "fast" else ("walk",)
+
+    def default_kernel(self, rows: int, nodes: int, mode: str) -> str:
+        """What does, where nobody has measured (see the model contract)."""
+        if self._fused is None or mode != "fast":
+            return self.kernels(mode)[0]
+        return self._fused.default_kernel(rows, nodes)
+
+    def reserve(self, max_rows: int, *, kernel: KernelChoice | None = None) -> None:
         """Room for rounds of `max_rows` flat nodes (see the model contract)."""
         if self._fused is not None:
-            self._fused.reserve(max_rows, fast=fast)
+            self._fused.reserve(max_rows, kernel=kernel)
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], slot: int, state: State) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specla.errors import KernelUnavailable
+from specla.models.base import KernelChoice
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import rows
 from specla.ops.contract import DeviceRound, RecurrentShape
@@ -114,15 +115,22 @@ class FusedDecoder:
         self._stream_rows = self._mix_rows = 0
         if pdl and self._options.stream and _is_hopper(weights.head):
             self._stream()
-        self.max_rows, self._fast = 0, False
+        self.max_rows = 0
+        self._kernel: KernelChoice = _walk
         self.buffers: _Buffers
         self._rooms: list[_Buffers] = []  # alive as long as a graph may use them
         self._forms: dict[tuple[int, int, int], wy.ClosedForm] = {}
 
-    def reserve(self, max_rows: int, *, fast: bool = False) -> None:
+    @staticmethod
+    def default_kernel(rows: int, nodes: int) -> str:
+        """Of mode fast: "walk" or "closed", by what an H200 has shown."""
+        return "closed" if wy.pays(rows, nodes) else "walk"
+
+    def reserve(self, max_rows: int, *, kernel: KernelChoice | None = None) -> None:
         """Room for rounds of up to `max_rows` nodes, padding included (rows times nodes of the
-        bucket). Graphs captured before keep the room that they were captured with."""
-        self._fast = fast
+        bucket). Graphs captured before keep the room and the kernels that they were captured
+        with. kernel: "walk" or "closed" (not exact) for each bucket; None: "walk"."""
+        self._kernel = kernel or _walk
         if max_rows > self.max_rows:
             self.max_rows, self.buffers = max_rows, _Buffers(self, max_rows)
             self._rooms.append(self.buffers)
@@ -190,7 +198,7 @@ class FusedDecoder:
 
     def _closed_form(self, rnd: DeviceRound, state: State) -> wy.ClosedForm | None:
         """What the closed form works in, where this round uses it."""
-        if not (self._fast and wy.pays(*rnd.tokens.shape)):
+        if self._kernel(*rnd.tokens.shape) == "walk":
             return None
         nodes = bucket(state.max_nodes)
         sizes = self.max_rows // nodes, nodes, state.log_capacity
@@ -258,6 +266,11 @@ def _packed(weights: DecoderWeights) -> DecoderWeights:
     """With every gate_up packed; no other tensor is copied."""
     blocks = [replace(block, gate_up=pack_swiglu(block.gate_up)) for block in weights.blocks]
     return replace(weights, blocks=tuple(blocks))
+
+
+def _walk(rows: int, nodes: int) -> str:
+    """What exact mode runs, whatever the round."""
+    return "walk"
 
 
 def _is_hopper(weight: Tensor) -> bool:
