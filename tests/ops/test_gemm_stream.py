@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from specla.ops import gemm_stream as stream  # noqa: E402
-from specla.ops.gemm_stream import Ahead, Ring, StreamLinear  # noqa: E402
+from specla.ops.gemm_stream import Ring, StreamLinear  # noqa: E402
 
 SHAPES: tuple[tuple[int, int, Kind], ...] = (
     (8208, 2048, "plain"),
@@ -32,12 +32,10 @@ SHAPES: tuple[tuple[int, int, Kind], ...] = (
 SHARED = 227 * 1024  # bytes that one program may have
 
 
-def made(
-    weight: Tensor, kind: Kind, ring: Ring, ahead: Ahead | None = None, span: int | None = None
-) -> StreamLinear:
+def made(weight: Tensor, kind: Kind, ring: Ring, span: int | None = None) -> StreamLinear:
     """Without descriptors, which need real memory."""
     linear = object.__new__(StreamLinear)
-    linear.weight, linear.kind, linear.ring, linear.ahead = weight, kind, ring, ahead
+    linear.weight, linear.kind, linear.ring = weight, kind, ring
     linear.span = span or tiling_for(*weight.shape, kind).span
     return linear
 
@@ -56,9 +54,9 @@ def test_rings_fill_a_processor_and_cover_the_span(
     ring = stream.ring_for(outputs, triton.cdiv(inputs, tiling.span), gemm.PROCESSORS)
     meta = made(on_meta(outputs, inputs), kind, ring)._meta(block_m)
     stage = 2 * (meta["BLOCK_O"] + block_m) * meta["BLOCK_K"]
-    assert meta["SLOTS"] * stage <= stream.RING < SHARED
+    assert meta["STAGES"] * stage <= stream.RING < SHARED
     if meta["BLOCKS"] > meta["STAGES"]:
-        assert meta["SLOTS"] * stage > SHARED // 2
+        assert meta["STAGES"] * stage > SHARED // 2
     assert meta["BLOCKS"] * meta["BLOCK_K"] == tiling.span
     assert meta["STAGES"] <= meta["BLOCKS"]
 
@@ -77,14 +75,13 @@ def test_fits() -> None:
 def test_compiles_for_hopper(kind: Kind, mix: bool) -> None:
     """Gluon changes between versions of Triton."""
     ring = Ring(64, 64, 4, bytes=40 * 1024)
-    ahead = Ahead(on_meta(96, 256), 256, 64)
-    linear = made(on_meta(128, 256), kind, ring, ahead, span=128 if mix else 256)
+    linear = made(on_meta(128, 256), kind, ring, span=128 if mix else 256)
     meta = linear._meta(16, mix, mix)
     warps, _ = meta["num_warps"], meta.pop("launch_pdl")
     kernel = stream._stream_kernel
     types = dict.fromkeys(kernel.arg_names, "constexpr")
     types |= {"w_tiles": tiles(64, 64), "x_tiles": tiles(16, 64), "out_ptr": "*fp32"}
-    types |= {"next_ptr": "*bf16", "o_ptr": "*fp32", "gate_ptr": "*bf16", "norm_ptr": "*bf16"}
+    types |= {"o_ptr": "*fp32", "gate_ptr": "*bf16", "norm_ptr": "*bf16"}
     types |= {"num_rows": "i32", "gate_stride": "i32", "eps": "fp32"}
     source = GluonASTSource(kernel, types, meta, None)
     options = {"num_warps": warps, "launch_pdl": True, "enable_fp_fusion": True}
@@ -115,13 +112,13 @@ def call(linear: Any, weight: Tensor, kind: Kind, x: Tensor, parts: int, **mix: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["plain", "swiglu", "partials"])
 def test_the_bits_of_the_other_kernel(kind: Kind) -> None:
-    """Every ring and row count; rows of NaN beside; ragged outputs; asking ahead."""
-    weight, other = normal(0, 1040, 1024), normal(1, 96, 512)
+    """Every ring and row count; rows of NaN beside; ragged outputs."""
+    weight = normal(0, 1040, 1024)
     span = 256 if kind == "partials" else 1024
     packed = PackedLinear(weight, kind, tiling=Tiling(64, 64, span))
     parts = packed.max_partials
-    for ring in (Ring(64, 128, 4), Ring(128, 64, 4), Ring(256, 64, 8, 80 * 1024, alone=True)):
-        linear = StreamLinear(weight, kind, span, ring, Ahead(other, 256, 128))
+    for ring in (Ring(64, 128, 4), Ring(128, 64, 4), Ring(256, 64, 8, 80 * 1024)):
+        linear = StreamLinear(weight, kind, span, ring)
         for count in (1, 2, 7, 8, 9, 16, 17, 33, 64):
             x = normal(count, count, 1024)
             want = call(packed, weight, kind, x, parts)

@@ -44,21 +44,12 @@ class Options:
     """How the chain is launched; with dependent launch on Hopper only. Speed, no bits.
 
     stream: products of few rows by `ops.gemm_stream`. mix: there, the gated norm inside o_proj.
-    early: there, kernels of one row let their successor start before they wait. ahead_mlp,
-    ahead_down, ahead_in: what the product before asks into L2, in elements of each row of
-    gate_up, of each span of a row of down, of each row of the next layer's in_proj. ring, alone,
-    warm: see `gemm_stream.Ring`.
+    early: there, kernels of one row let their successor start before they wait.
     """
 
     stream: bool = True
     mix: bool = True
     early: bool = True
-    ahead_mlp: int = 0
-    ahead_down: int = 0
-    ahead_in: int = 0
-    ring: int = 150 * 1024
-    alone: bool = False
-    warm: bool = False
 
 
 class _Buffers:
@@ -146,26 +137,19 @@ class FusedDecoder:
         )
 
     def _stream(self) -> None:
-        """Serve few rows by `ops.gemm_stream`, each product asking ahead for the next one's."""
+        """Serve few rows by `ops.gemm_stream`."""
         # Hopper's kernels: imported where they can run.
         from specla.ops import gemm_stream as stream
 
-        o, width = self._options, self.shape.value_dim
-        nexts = [layer.in_proj for layer in self.layers[1:]] + [self.head]
-        for layer, following in zip(self.layers, nexts, strict=True):
-            span = layer.o_proj.tiling.span
-            mixes = o.mix and span % width == 0
-            streams = (
-                (layer.in_proj, None, 0, 0),
-                (layer.o_proj, layer.gate_up, o.ahead_mlp, width if mixes else 0),
-                (layer.gate_up, layer.down, o.ahead_down, 0),
-                (layer.down, following, o.ahead_in, 0),
-            )
-            for linear, ahead, count, block_k in streams:
-                _stream_linear(linear, ahead, count, block_k, o)
+        width = self.shape.value_dim
+        for layer in self.layers:
+            mixes = self._options.mix and layer.o_proj.tiling.span % width == 0
+            _stream_linear(layer.o_proj, width if mixes else 0)
+            for linear in (layer.in_proj, layer.gate_up, layer.down):
+                _stream_linear(linear)
             if mixes and layer.o_proj.stream:
                 self._mix_rows = stream.MAX_MIX_ROWS
-        _stream_linear(self.head, None, 0, 0, o)
+        _stream_linear(self.head)
         self._stream_rows = stream.MAX_ROWS
 
     def __call__(self, rnd: DeviceRound, state: State) -> Tensor:
@@ -279,23 +263,16 @@ def _is_hopper(weight: Tensor) -> bool:
     return torch.cuda.get_device_capability(weight.device)[0] == 9
 
 
-def _stream_linear(
-    linear: PackedLinear, ahead: PackedLinear | None, count: int, block_k: int, options: Options
-) -> None:
+def _stream_linear(linear: PackedLinear, block_k: int = 0) -> None:
     """Set `linear.stream`, if its shape allows. block_k: 0 for the shape's own."""
     from specla.ops import gemm_stream as stream
 
     span = linear.tiling.span
     ring = stream.ring_for(linear.weight.shape[0], linear.max_partials, PROCESSORS)
-    ring = ring._replace(bytes=options.ring, alone=options.alone, warm=options.warm)
     if block_k:
         ring = ring._replace(block_k=block_k)
-    if not stream.fits(linear.weight, span, ring):
-        return
-    asked = None
-    if ahead and count:
-        asked = stream.Ahead(ahead.weight, ahead.tiling.span, count)
-    linear.stream = stream.StreamLinear(linear.weight, linear.kind, span, ring, asked)
+    if stream.fits(linear.weight, span, ring):
+        linear.stream = stream.StreamLinear(linear.weight, linear.kind, span, ring)
 
 
 def _check(shape: RecurrentShape) -> None:

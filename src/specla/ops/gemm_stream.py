@@ -42,33 +42,16 @@ MAX_ROWS = 64
 MAX_MIX_ROWS = 16
 # Bytes of a multiprocessor's 227 KiB that a ring may take: more than half, so that two programs
 # never share one, and not all, so that small kernels' programs still fit beside.
-RING = 200 * 1024
-
-
-class Ahead(NamedTuple):
-    """What a program asks into L2 for the product after this one, once its own loads are out.
-
-    The first `count` elements of each span of each row of `weight`; 0 asks for nothing.
-    """
-
-    weight: Tensor
-    span: int
-    count: int
+RING = 150 * 1024
 
 
 class Ring(NamedTuple):
-    """How a weight [O, I] is streamed: tiles and warps. Never changes bits.
-
-    alone: take `bytes` even where the span is shorter. warm: load a tile of x for nothing before
-    the wait, so that its descriptor has been fetched by the time that counts.
-    """
+    """How a weight [O, I] is streamed: tiles and warps. Never changes bits."""
 
     block_o: int
     block_k: int
     warps: int
     bytes: int = RING
-    alone: bool = False
-    warm: bool = False
 
 
 # x as `rows.gated_norm` makes it, for o_proj: o [M, G, V] float32; gate [M, G * V], columns of a
@@ -94,10 +77,8 @@ def fits(weight: Tensor, span: int, ring: Ring) -> bool:
 class StreamLinear:
     """A weight [O, I] and its launches; as `gemm.PackedLinear` for up to MAX_ROWS rows."""
 
-    def __init__(
-        self, weight: Tensor, kind: str, span: int, ring: Ring, ahead: Ahead | None = None
-    ) -> None:
-        self.weight, self.kind, self.span, self.ring, self.ahead = weight, kind, span, ring, ahead
+    def __init__(self, weight: Tensor, kind: str, span: int, ring: Ring) -> None:
+        self.weight, self.kind, self.span, self.ring = weight, kind, span, ring
         self._weight_tiles = _tiles(weight, ring.block_o, ring.block_k)
         self._metas: dict[tuple[int, bool, bool], dict[str, Any]] = {}
 
@@ -119,7 +100,6 @@ class StreamLinear:
             self._weight_tiles,
             _tiles(x, block_m, self.ring.block_k),
             out,
-            self.ahead.weight if self.ahead else self.weight,
             o,
             x if gate is None else gate,
             norm,
@@ -134,9 +114,9 @@ class StreamLinear:
         r, span = self.ring, min(self.span, inputs)
         stage = (r.block_o + block_m) * r.block_k * 2
         blocks = triton.cdiv(span, r.block_k)
-        slots = max(1, (r.bytes - 2 * r.warm * block_m * r.block_k) // stage)
+        slots = max(1, r.bytes // stage)
         assert not mix or (blocks <= slots and block_m <= MAX_MIX_ROWS)
-        meta: dict[str, Any] = {
+        return {
             "OUT": outputs,
             "IN": inputs,
             "SPAN": span,
@@ -145,67 +125,18 @@ class StreamLinear:
             "BLOCK_K": r.block_k,
             "BLOCKS": blocks,
             "STAGES": min(slots, blocks),
-            "SLOTS": slots if r.alone else min(slots, blocks),
-            "WARM": r.warm and not mix,
             "SWIGLU": self.kind == "swiglu",
             "MIX": mix,
             "GATED": gated,
-            "NEXT_ROWS": 0,
-            "NEXT_IN": 1,
-            "NEXT_SPAN": 1,
-            "NEXT_BYTES": 0,
-            "PROGRAMS": triton.cdiv(outputs, r.block_o) * triton.cdiv(inputs, span),
             "num_warps": r.warps,
             "launch_pdl": True,
         }
-        if self.ahead:
-            rows, width = self.ahead.weight.shape
-            meta |= {"NEXT_ROWS": rows, "NEXT_IN": width, "NEXT_SPAN": self.ahead.span}
-            meta["NEXT_BYTES"] = 2 * min(self.ahead.count, self.ahead.span)
-        return meta
 
 
 def _tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """How the memory system cuts a matrix; what lies outside reads as zero."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
-
-
-@gluon.jit
-def _ask_ahead(
-    next_ptr,
-    ROWS: gl.constexpr,
-    IN: gl.constexpr,
-    SPAN: gl.constexpr,
-    BYTES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
-    num_warps: gl.constexpr,
-):
-    """This program's share of what `Ahead` names: a run of (row, span) segments."""
-    SPANS: gl.constexpr = (IN + SPAN - 1) // SPAN
-    SHARE: gl.constexpr = (ROWS * SPANS + PROGRAMS - 1) // PROGRAMS
-    LANES: gl.constexpr = 32 * num_warps
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    first = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)) * SHARE
-    for lane0 in gl.static_range(0, SHARE, LANES):
-        lane = lane0 + gl.arange(0, LANES, layout=layout)
-        at = first + lane
-        wanted = (lane < SHARE) & (at < ROWS * SPANS)
-        at = gl.where(wanted, at, 0)
-        address = next_ptr + (at // SPANS).to(gl.int64) * IN + (at % SPANS) * SPAN
-        gl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $3, 0; "
-            "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,r,r",
-            [
-                address.to(gl.int64, bitcast=True),
-                gl.full([LANES], BYTES, gl.int32, layout=layout),
-                wanted.to(gl.int32),
-            ],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @gluon.jit
@@ -269,7 +200,6 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     w_tiles,
     x_tiles,
     out_ptr,
-    next_ptr,
     o_ptr,
     gate_ptr,
     norm_ptr,
@@ -284,24 +214,17 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     BLOCK_K: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
-    WARM: gl.constexpr,
     SWIGLU: gl.constexpr,
     MIX: gl.constexpr,
     GATED: gl.constexpr,
-    NEXT_ROWS: gl.constexpr,
-    NEXT_IN: gl.constexpr,
-    NEXT_SPAN: gl.constexpr,
-    NEXT_BYTES: gl.constexpr,
-    PROGRAMS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Program (weight tile, span)."""
     first = gl.program_id(0) * BLOCK_O
     begin = gl.program_id(1) * SPAN
     BYTES: gl.constexpr = 2 * (BLOCK_O + (0 if MIX else BLOCK_M)) * BLOCK_K
-    ws = gl.allocate_shared_memory(w_tiles.dtype, [SLOTS, BLOCK_O, BLOCK_K], w_tiles.layout)
-    xs = gl.allocate_shared_memory(x_tiles.dtype, [SLOTS, BLOCK_M, BLOCK_K], x_tiles.layout)
+    ws = gl.allocate_shared_memory(w_tiles.dtype, [STAGES, BLOCK_O, BLOCK_K], w_tiles.layout)
+    xs = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, BLOCK_M, BLOCK_K], x_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
@@ -309,13 +232,6 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     for s in gl.static_range(STAGES):
         mbarrier.expect(full.index(s), BYTES)
         _load(w_tiles, [first, begin + s * BLOCK_K], full.index(s), ws.index(s))
-    if WARM:
-        spare = gl.allocate_shared_memory(x_tiles.dtype, [BLOCK_M, BLOCK_K], x_tiles.layout)
-        warmed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(warmed, count=1)
-        fence_async_shared()
-        mbarrier.expect(warmed, 2 * BLOCK_M * BLOCK_K)
-        _load(x_tiles, [0, begin], warmed, spare)
     if MIX:
         # A warp has a row of a head.
         rows: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 32], [1, 32], [num_warps, 1], [1, 0])
@@ -325,8 +241,6 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
         weight = gl.load(norm_ptr + column).to(gl.float32)
         o_ptrs = o_ptr + m * IN + begin + column
         gate_ptrs = gate_ptr + m * gate_stride + begin + column
-    if NEXT_BYTES > 0 and BLOCKS == STAGES:
-        _ask_ahead(next_ptr, NEXT_ROWS, NEXT_IN, NEXT_SPAN, NEXT_BYTES, PROGRAMS, num_warps)
     gdc_launch_dependents()
     gdc_wait()
     if MIX:
@@ -365,17 +279,10 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
             mbarrier.expect(full.index(free), BYTES, pred=more)
             _load(w_tiles, [first, k], full.index(free), ws.index(free), pred=more)
             _load(x_tiles, [0, k], full.index(free), xs.index(free), pred=more)
-            if NEXT_BYTES > 0:  # noqa: SIM102 - known at compile time
-                if i == BLOCKS - STAGES:
-                    _ask_ahead(
-                        next_ptr, NEXT_ROWS, NEXT_IN, NEXT_SPAN, NEXT_BYTES, PROGRAMS, num_warps
-                    )
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
-    if WARM:
-        mbarrier.wait(warmed, 0)
     # From zero, as a sum of spans: no negative zero.
     total = zeros + warpgroup_mma_wait(0, deps=(acc,))
 
