@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import specla.models
+from specla.models.features import Features
 from specla.models.fla_gdn import FlaGDN
 from specla.models.toy import write_toy_checkpoint
 from specla.state import State
@@ -48,9 +49,13 @@ def test_chunks_agree_with_the_cpu_decoder(tmp_path: Path, options: dict[str, ob
     one, two = (State(model.config.recurrent, **sizes) for _ in range(2))  # type: ignore[arg-type]
     slot = one.acquire()
     assert slot == two.acquire()
-    for tokens in ([5, 9, 13, 2, 7], [1], [3, 3, 40]):
-        model.prefill(tokens, slot, one)
-        chunks(tokens, slot, two)
+    for layers, tokens in (((), [5, 9, 13, 2, 7]), ((1, 0), [1, 8]), ((0,), [3, 3])):
+        asked = [Features(layers) if layers else None for _ in "ab"]
+        model.prefill(tokens, slot, one, asked[0])
+        chunks(tokens, slot, two, asked[1])
+        if asked[0] and asked[1]:
+            assert asked[0].rows().shape == (2, 32 * len(layers))
+            torch.testing.assert_close(asked[1].rows(), asked[0].rows(), rtol=1e-4, atol=1e-5)
     assert two.logs[slot].durable_len == 9
     for a, b in zip(one.committed_state(slot), two.committed_state(slot), strict=True):
         for x, y in zip(a, b, strict=True):

@@ -56,8 +56,8 @@ class Following:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def verify(self, plan: Any, state: State) -> Tensor:
-        logits = self._target.verify(plan, state).clone()
+    def verify(self, plan: Any, state: State, features: Any = None) -> Tensor:
+        logits = self._target.verify(plan, state, features).clone()
         for row, token in zip(logits, plan.tokens.tolist(), strict=True):
             row[self._successor[token]] += 1000
         return logits

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, device, dtype
 
+from specla.models.features import Features
 from specla.ops.contract import DevicePlan, RecurrentShape, RoundPlan
 from specla.state import State
 
@@ -40,10 +41,28 @@ class TargetModel(Protocol):
     device: device
     dtype: dtype
 
-    def prefill(self, tokens: Sequence[int], slot: int, state: State) -> None:
+    @property
+    def embeddings(self) -> Tensor:
+        """[vocab, D], what a drafter may share."""
+        ...
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab, D], what a drafter may share."""
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [M, vocab] float32 of outputs x [M, D] of the last layer: the final norm and the
+        head, for training drafters. No promise about bits."""
+        ...
+
+    def prefill(
+        self, tokens: Sequence[int], slot: int, state: State, features: Features | None = None
+    ) -> None:
         """Advance `slot` over `tokens` (one chunk of the prompt, in order): S, tail, durable_len.
 
         The slot's log must be empty. Bits depend on the chunk's own tokens and length only.
+        features: where given, is filled with its layers' outputs, a row per token.
         """
         ...
 
@@ -61,9 +80,15 @@ class TargetModel(Protocol):
         verifies them; None: the default of exact mode."""
         ...
 
-    def verify(self, plan: RoundPlan | DevicePlan, state: State) -> Tensor:
+    def verify(
+        self,
+        plan: RoundPlan | DevicePlan,
+        state: State,
+        features: Features | None = None,
+    ) -> Tensor:
         """Logits [M, vocab] float32 of every node of every tree in `plan`. On a GPU a view that
-        the next verify writes again, undefined at padding."""
+        the next verify writes again, undefined at padding. features: where given, is filled with
+        its layers' outputs, a row per node."""
         ...
 
     def check_rows(self, max_rows: int) -> None:

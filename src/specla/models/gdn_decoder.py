@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from specla.config import prefill_kernels
 from specla.errors import ExactnessUnavailable
 from specla.models.base import KernelChoice
+from specla.models.features import Features
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import conv, gdn
 from specla.ops.contract import DevicePlan, LayerState, RecurrentShape, RoundPlan
@@ -55,12 +57,16 @@ class Block:
 
     def __call__(self, x: Tensor, convolve: Convolve, recur: Recur) -> Tensor:
         """x [M, D] -> [M, D]."""
-        w = self._w
-        x = x + self._mix(rms_norm(x, w.attn_norm, self._eps), convolve, recur)
-        hidden = self.linears["gate_up"](rms_norm(x, w.mlp_norm, self._eps))
+        h = rms_norm(x, self._w.attn_norm, self._eps)
+        return self.feed_forward(x + self.mix(h, convolve, recur))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """x [M, D] plus its MLP's output."""
+        hidden = self.linears["gate_up"](rms_norm(x, self._w.mlp_norm, self._eps))
         return x + self.linears["down"](swiglu(hidden))
 
-    def _mix(self, x: Tensor, convolve: Convolve, recur: Recur) -> Tensor:
+    def mix(self, x: Tensor, convolve: Convolve, recur: Recur) -> Tensor:
+        """The token mixer over normed inputs x [M, width of in_proj] -> [M, D]."""
         w, s = self._w, self._shape
         heads, values = s.num_value_heads, s.num_value_heads * s.value_dim
         sizes = [s.conv_channels, values if self._gated else 0, heads, heads]
@@ -142,32 +148,58 @@ class Decoder:
         if self._fused is not None:
             self._fused.reserve(max_rows, kernel=kernel)
 
+    @property
+    def embeddings(self) -> Tensor:
+        """[vocab, D], for drafters that share it."""
+        return self._weights.embeddings
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab, D], for drafters that share it."""
+        return self._weights.head
+
     @torch.inference_mode()
-    def prefill(self, tokens: Sequence[int], slot: int, state: State) -> None:
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [M, vocab] of last-layer outputs x [M, D] (see the model contract)."""
+        return linear(rms_norm(x, self._weights.norm, self._eps), self._weights.head).float()
+
+    @torch.inference_mode()
+    def prefill(
+        self, tokens: Sequence[int], slot: int, state: State, features: Features | None = None
+    ) -> None:
         """Advance `slot` over one chunk of its prompt (see the model contract)."""
         if self._chunks is not None:
-            self._chunks(tokens, slot, state)
+            self._chunks(tokens, slot, state, features)
             return
         device = self._weights.embeddings.device
         x = self._weights.embeddings[torch.tensor(tokens, dtype=torch.int64, device=device)]
         for i, block in enumerate(self.blocks):
             layer, tail = state.layers[i], state.tail(i, slot)
             x = block(x, partial(_prefill_conv, tail), partial(_prefill_recur, layer, slot))
+            if features is not None:
+                features.take(i, x)
         state.advance(slot, len(tokens))
 
     @torch.inference_mode()
-    def verify(self, plan: RoundPlan | DevicePlan, state: State) -> Tensor:
+    def verify(
+        self,
+        plan: RoundPlan | DevicePlan,
+        state: State,
+        features: Features | None = None,
+    ) -> Tensor:
         """Logits [M, vocab] in compute dtype of every node of every tree."""
         if isinstance(plan, DevicePlan):
             assert self._fused is not None
-            return self._fused(plan.round, state)
+            return self._fused(plan.round, state, features)
         x = self._weights.embeddings[plan.tokens]
-        for block, layer in zip(self.blocks, state.layers, strict=True):
+        for i, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             x = block(
                 x,
                 partial(conv.verify, layer, plan),
                 partial(reference.verify, layer, plan),
             )
+            if features is not None:
+                features.take(i, x)
         logits = self.head(rms_norm(x, self._weights.norm, self._eps))
         return logits if logits.dtype == torch.float64 else logits.float()
 

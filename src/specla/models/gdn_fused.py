@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specla.errors import KernelUnavailable
 from specla.models.base import KernelChoice
+from specla.models.features import Features
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import rows
 from specla.ops.contract import DeviceRound, RecurrentShape
@@ -152,9 +153,9 @@ class FusedDecoder:
         _stream_linear(self.head)
         self._stream_rows = stream.MAX_ROWS
 
-    def __call__(self, rnd: DeviceRound, state: State) -> Tensor:
+    def __call__(self, rnd: DeviceRound, state: State, features: Features | None = None) -> Tensor:
         """Logits [M, vocab] float32 of every node (rows of idle nodes are undefined): a view that
-        the next call writes again."""
+        the next call writes again. features: copies of layers' outputs, one more kernel each."""
         num_rows = rnd.tokens.numel()
         assert num_rows <= self.max_rows, "reserve() first"
         buffers = self.buffers
@@ -176,6 +177,8 @@ class FusedDecoder:
             layer.gate_up(h, hidden)
             layer.down(hidden, buffers.partials)
             self._add(x, layer.down, norm, h)
+            if features is not None:
+                features.take(i, x, copy=True)
         logits = buffers.logits[:num_rows]
         self.head(h, logits)
         return logits

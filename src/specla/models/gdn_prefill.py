@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specla.config import PrefillKernels
+from specla.models.features import Features
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import rows
 from specla.ops.contract import RecurrentShape
@@ -55,24 +56,29 @@ class ChunkDecoder:
         self._operands = self._dtype if kernels == "fla" else torch.float32
         self._recur_over = self._by_fla() if kernels == "fla" else _by_reference
 
-    def __call__(self, tokens: Sequence[int], slot: int, state: State) -> None:
+    def __call__(
+        self, tokens: Sequence[int], slot: int, state: State, features: Features | None = None
+    ) -> None:
         """Advance `slot` over `tokens`: S and tail of every layer, and the count."""
         x, h = self._embed(tokens)
         inputs = prefill.allocate(self._shape, len(tokens), self._operands, self._device)
         recur = self._recur_over(len(tokens))
         w = self._weights
-        norms = [block.attn_norm for block in w.blocks[1:]]
+        norms = [*(block.attn_norm for block in w.blocks[1:]), w.norm]
+        # Nobody reads what the last layer would put out, unless features are asked for.
+        end = len(norms) if features and len(norms) - 1 in features.layers else len(norms) - 1
         for i, block in enumerate(w.blocks):
             S, tail = state.layers[i].S[slot], state.tail(i, slot)
-            last = i == len(norms)
             y = linear(h, block.in_proj)
             prefill.prepare(
                 y, block.conv, block.A, block.dt_bias, tail, inputs, shape=self._shape,
                 beta_scale=self._beta_scale,
             )  # fmt: skip
-            o = recur(S, inputs, not last)
-            if not last:  # nobody reads what the last layer would put out
+            o = recur(S, inputs, i < end)
+            if i < end:
                 self._finish(block, x, h, y, o, norms[i])
+                if features is not None:
+                    features.take(i, x, copy=True)
         state.advance(slot, len(tokens))
 
     def _by_fla(self) -> Callable[[int], Recur]:

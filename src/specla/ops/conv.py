@@ -37,6 +37,13 @@ def prefill(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     return _weighted(taps, weight, x.dtype), history[length:].clone()
 
 
+def step(window: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of n paths: window [n, W-1, C] the raw inputs above it, oldest first, x
+    [n, C], weight [C, W]. Returns (y [n, C], the window below [n, W-1, C])."""
+    full = torch.cat([window, x.unsqueeze(1)], dim=1)
+    return _weighted(list(full.unbind(1)), weight, x.dtype), full[:, 1:]
+
+
 def verify(layer: LayerState, plan: RoundPlan, x: Tensor, weight: Tensor) -> Tensor:
     """x [M, C] raw inputs of every node, weight [C, W] -> y [M, C].
 

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features: outputs of chosen layers of a target, on request. What trained drafters read.
+
+One convention, everywhere in specla: layer id i, counted from 0, means the OUTPUT of layer i, the
+residual stream after its MLP. Files with another convention (EAGLE-3 counts a layer's input) are
+converted where they are loaded, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Features:
+    """Filled by one `prefill` or `verify` that is given it; the next one fills it anew.
+
+    layers: ids in the order in which `rows` puts them side by side.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self._outputs: dict[int, Tensor] = {}
+
+    def take(self, layer: int, x: Tensor, *, copy: bool = False) -> None:
+        """Called by the model with every layer's output x [M, D]; keeps what is wanted. copy:
+        where the model goes on in the same buffer."""
+        if layer in self.layers:
+            self._outputs[layer] = x.clone() if copy else x
+
+    def rows(self, at: Sequence[int] | None = None) -> Tensor:
+        """[n, layers * D] of the rows `at` (None: all), in the model's dtype."""
+        outputs = [self._outputs[layer] for layer in self.layers]
+        if at is not None:
+            index = torch.tensor(at, dtype=torch.int64, device=outputs[0].device)
+            outputs = [x.index_select(0, index) for x in outputs]
+        return torch.cat(outputs, dim=-1)
