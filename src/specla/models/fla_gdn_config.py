@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specla.errors import InvalidCheckpoint, UnsupportedModel
+from specla.errors import UnsupportedModel
+from specla.models.fields import Fields
 from specla.models.weights import Shape
 from specla.ops.contract import RecurrentShape
 
@@ -89,7 +90,7 @@ def parse_config(values: Mapping[str, Any], where: str) -> FlaGDNConfig:
         UnsupportedModel: a valid field asks for something that is not implemented.
     """
     _check_supported(values, where)
-    read = _Reader(values, where)
+    read = Fields(values, where)
     heads = read.count("num_heads")
     v_heads = read.count("num_v_heads", default=heads)
     if v_heads % heads:
@@ -124,7 +125,7 @@ def _check_supported(values: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _value_head_dim(read: _Reader, head_dim: int) -> int:
+def _value_head_dim(read: Fields, head_dim: int) -> int:
     expand = read.positive("expand_v")
     width = int(head_dim * expand)
     if width < 1 or not math.isclose(head_dim * expand, width, rel_tol=1e-5):
@@ -132,54 +133,11 @@ def _value_head_dim(read: _Reader, head_dim: int) -> int:
     return width
 
 
-def _intermediate(read: _Reader, hidden: int) -> int:
+def _intermediate(read: Fields, hidden: int) -> int:
     """fla's rule: two thirds of hidden_ratio * D, rounded up to a multiple of 256."""
     ratio = read.positive("hidden_ratio", default=4.0)
     rounded = 256 * math.ceil(int(hidden * ratio * 2 / 3) / 256)
     return read.count("intermediate_size", default=rounded)
-
-
-class _Reader:
-    """Typed access to one JSON object; null counts as absent, as in fla."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def fail(self, field: str, must: str, given: object) -> None:
-        raise InvalidCheckpoint(
-            f"{field} in {self.where} must be {must}, got {repr(given)[:80]}; correct the file"
-        )
-
-    def _get(self, field: str, default: Any) -> Any:
-        given = self.values.get(field)
-        if given is None:
-            given = default
-        if given is None:
-            raise InvalidCheckpoint(
-                f"{self.where} must give {field}, but it is missing and has no safe default; "
-                "add the field with the value the checkpoint was trained with"
-            )
-        return given
-
-    def count(
-        self, field: str, *, default: int | None = None, least: int = 1, most: int = 1 << 24
-    ) -> int:
-        given = self._get(field, default)
-        if type(given) is not int or not least <= given <= most:
-            self.fail(field, f"an integer from {least} to {most}", given)
-        return int(given)
-
-    def positive(self, field: str, *, default: float | None = None) -> float:
-        given = self._get(field, default)
-        if type(given) not in (int, float) or not 0 < given < 1e9:
-            self.fail(field, "a positive number", given)
-        return float(given)
-
-    def flag(self, field: str, *, default: bool) -> bool:
-        given = self._get(field, default)
-        if not isinstance(given, bool):
-            self.fail(field, "true or false", given)
-        return bool(given)
 
 
 def expected_tensors(config: FlaGDNConfig) -> dict[str, Shape]:
