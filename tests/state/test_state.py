@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -63,23 +63,45 @@ def plain() -> PlainRun:
     return target()[1]
 
 
+@pytest.fixture(params=["torch", "kernels"])
+def new_either(request: pytest.FixtureRequest) -> Callable[..., State]:
+    """`new_state`, slots erased and copied as on a CPU, or by the kernels of a GPU."""
+
+    def new(**sizes: int) -> State:
+        state = new_state(**sizes)
+        if request.param == "kernels":
+            pytest.importorskip("triton")
+            from specla.ops.slots import SlotKernels
+
+            state._kernels = SlotKernels(state.layers)
+        return state
+
+    return new
+
+
 @pytest.mark.parametrize("value", [NAN, 7.0])
-def test_release_erases_everything(value: float) -> None:
-    """I6: every tensor of the slot, its cursors included."""
-    state = new_state()
+def test_release_erases_everything(value: float, new_either: Callable[..., State]) -> None:
+    """I6: every tensor of the slot, its cursors included, and no other slot's."""
+    state = new_either()
+    others = [admit(state), admit(state)]
     slot = admit(state)
     play(state, [slot], [bushy(3)], [[0, 2, 3]])
     canary(state, slot, value)
+    before = [snapshot(state, other) for other in others]
     state.release(slot)
+    for other, kept in zip(others, before, strict=True):
+        assert unchanged(state, other, kept)
     for tensor in tensors(state):
         assert torch.equal(tensor[slot], torch.zeros_like(tensor[slot]))
     state.check_integrity()
     assert state.logs[slot].committed_len == 0
 
 
-def test_a_reused_slot_equals_a_fresh_one(plain: PlainRun) -> None:
+def test_a_reused_slot_equals_a_fresh_one(
+    plain: PlainRun, new_either: Callable[..., State]
+) -> None:
     """I6: a canary in the first request, logits and state of the second."""
-    state = new_state(num_slots=1)
+    state = new_either(num_slots=1)
     slot = admit(state, 7)
     play(state, [slot], [bushy(3)], [[0, 2, 4]])
     canary(state, slot, 1e6)
@@ -92,8 +114,8 @@ def test_a_reused_slot_equals_a_fresh_one(plain: PlainRun) -> None:
         assert torch.equal(logits[node], want)
 
 
-def test_fork_continues_independently(plain: PlainRun) -> None:
-    state = new_state()
+def test_fork_continues_independently(plain: PlainRun, new_either: Callable[..., State]) -> None:
+    state = new_either()
     slot, root = admit(state), PROMPTS[PROMPT][-1]
     play(state, [slot], [bushy(root)], [[0, 2, 3]])
     twin = state.fork(slot)
@@ -107,9 +129,9 @@ def test_fork_continues_independently(plain: PlainRun) -> None:
     assert torch.equal(logits[0], plain.at(PROMPT, (root, 2, 3, 5)).logits)
 
 
-def test_fork_of_every_log_length(plain: PlainRun) -> None:
+def test_fork_of_every_log_length(plain: PlainRun, new_either: Callable[..., State]) -> None:
     """The ring, both banks and the cursors go along."""
-    state, root = new_state(log_capacity=4), PROMPTS[PROMPT][-1]
+    state, root = new_either(log_capacity=4), PROMPTS[PROMPT][-1]
     slot, tokens = admit(state), list[int]()
     for turn in range(7):
         token = root if turn == 0 else (5 * turn) % VOCAB

@@ -8,8 +8,9 @@ banks for candidates, a conv tail. `begin` fixes the round, the model's verify f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from specla.state.plan import compile_round
 from specla.state.rounds import DeviceRounds, folded
 from specla.state.slots import SlotPool
 from specla.topology.tree import DraftTree
+
+if TYPE_CHECKING:
+    from specla.ops.slots import SlotKernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,7 @@ class State:
         self._dtype = dtype
         self.rounds = DeviceRounds(max_nodes, self.device)
         self.layers = [self._new_layer() for _ in range(shape.num_layers)]
+        self._kernels = _slot_kernels(self.layers) if self.device.type == "cuda" else None
         self.logs = [self._new_log() for _ in range(num_slots + 1)]
 
     def acquire(self) -> int:
@@ -86,16 +91,21 @@ class State:
 
     def reset(self, slot: int) -> None:
         """Back to the empty sequence: every tensor of the slot is zeroed."""
-        for layer in self.layers:
-            for tensor in (layer.S, *layer.factors, layer.tail, layer.inputs):
+        if self._kernels is not None:
+            self._kernels.reset(self._kernels.number(slot))
+        else:
+            for tensor in self._tensors():
                 tensor[slot].zero_()
         self.logs[slot] = self._new_log()
 
     def fork(self, slot: int) -> int:
         """A new slot that continues from the same committed state."""
         copy = self.acquire()
-        for layer in self.layers:
-            for tensor in (layer.S, *layer.factors, layer.tail, layer.inputs):
+        if self._kernels is not None:
+            number = self._kernels.number
+            self._kernels.fork(number(slot), number(copy))
+        else:
+            for tensor in self._tensors():
                 tensor[copy] = tensor[slot]
         self.logs[copy] = Log(**{name: getattr(self.logs[slot], name) for name in Log.__slots__})
         return copy
@@ -192,7 +202,6 @@ class State:
         layer, layers = self.layers[0], self.shape.num_layers
         entry = sum(store[0, 0].nbytes for store in layer.factors) if self.num_entries else 0
         conv = layer.tail[0].nbytes + layer.inputs[0].nbytes
-        held = (t for x in self.layers for t in (x.S, *x.factors, x.tail, x.inputs))
         return StateBytes(
             base=layers * layer.S[0].nbytes,
             log=layers * entry * self.log_capacity,
@@ -200,13 +209,18 @@ class State:
             conv=layers * conv,
             candidate=layers * entry,
             candidate_conv=layers * layer.inputs[0, 0, 0].nbytes,
-            total=sum(tensor[0].nbytes for tensor in held),
+            total=sum(tensor[0].nbytes for tensor in self._tensors()),
         )
 
     @property
     def num_entries(self) -> int:
         """E: ring and both candidate banks."""
         return self.log_capacity + 2 * self.max_nodes
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """All that a state holds; axis 0 is the slot."""
+        for layer in self.layers:
+            yield from (layer.S, *layer.factors, layer.tail, layer.inputs)
 
     def _new_log(self) -> Log:
         return Log(self.log_capacity, self.max_nodes, self.fold_threshold)
@@ -228,6 +242,13 @@ class State:
             tail=zeros(slots, 2, s.conv_width - 1, s.conv_channels, dtype=self._dtype),
             inputs=zeros(slots, 2, nodes, s.conv_channels, dtype=self._dtype),
         )
+
+
+def _slot_kernels(layers: Sequence[LayerState]) -> SlotKernels:
+    # Triton is imported where there is a GPU only.
+    from specla.ops.slots import SlotKernels
+
+    return SlotKernels(layers)
 
 
 def _check_sizes(num_slots: int, max_nodes: int, capacity: int, threshold: int) -> None:
