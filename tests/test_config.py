@@ -18,12 +18,15 @@ from specla.config import (
     ResolvedConfig,
     prefill_kernels,
     resolve,
+    with_costs,
     with_threads,
 )
 from specla.errors import ConfigError, KernelUnavailable
 
 # What is chosen when nothing is said, and has to be explained.
-CHOSEN = ("drafter", "device", "dtype", "log_capacity", "prefill_chunk", "threads")
+CHOSEN = (
+    "drafter", "device", "dtype", "log_capacity", "prefill_chunk", "threads", "kernel", "costs",
+)  # fmt: skip
 
 
 def test_every_choice_is_made_and_explained() -> None:
@@ -31,7 +34,7 @@ def test_every_choice_is_made_and_explained() -> None:
     assert "auto" not in config.summary().values()
     assert None not in (getattr(config, name) for name in CHOSEN)
     assert set(config.reasons) == set(CHOSEN)
-    for name in ("drafter", "device", "dtype", "log_capacity", "prefill_chunk"):
+    for name in (name for name in CHOSEN if name != "threads"):
         assert config.reasons[name].startswith(str(getattr(config, name)))
 
 
@@ -48,6 +51,8 @@ def test_what_is_asked_for_is_kept_and_needs_no_reason() -> None:
         log_capacity=7,
         prefill_chunk=128,
         threads=1,
+        kernel="reference",
+        costs="none",
     )
     config = resolve(asked)
     for field in fields(asked):
@@ -209,3 +214,50 @@ def test_small_models_get_one_thread_unless_asked_otherwise() -> None:
 def test_fast_mode_is_refused_on_a_cpu() -> None:
     with pytest.raises(KernelUnavailable, match="needs a GPU"):
         resolve(EngineConfig(mode="fast", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "kernel", "runs"),
+    [
+        ("cpu", "exact", "auto", "reference"),
+        ("cpu", "exact", "reference", "reference"),
+        ("cuda", "exact", "auto", "cheapest"),
+        ("cuda", "exact", "walk", "walk"),
+        ("cuda", "fast", "closed", "closed"),
+    ],
+)
+def test_kernels_that_can_be_honoured(
+    monkeypatch: pytest.MonkeyPatch, device: str, mode: str, kernel: str, runs: str
+) -> None:
+    monkeypatch.setattr("specla.config._why_no_gpu", lambda index=None: "")
+    config = resolve(EngineConfig(device=device, mode=mode, kernel=kernel))
+    assert config.kernel == runs
+    assert ("kernel" in config.reasons) == (kernel == "auto")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"kernel": "wy"}, ConfigError, "kernel must be one of auto, reference, walk, closed"),
+        ({"kernel": "closed"}, ConfigError, "kernel closed needs mode fast"),
+        ({"kernel": "walk"}, KernelUnavailable, "got walk for cpu"),
+        ({"kernel": "reference", "device": "cuda"}, KernelUnavailable, "got reference for cuda"),
+        ({"costs": "x.json", "mode": "plain"}, ConfigError, "mode plain has no rounds"),
+        ({"costs": None}, ConfigError, "costs must be a string"),
+    ],
+)
+def test_kernels_and_costs_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, settings: dict, error: type[Exception], says: str
+) -> None:
+    monkeypatch.setattr("specla.config._why_no_gpu", lambda index=None: "")
+    with pytest.raises(error, match=says):
+        resolve(EngineConfig(**{"device": "cpu", **settings}))
+
+
+def test_where_costs_came_from_is_kept() -> None:
+    config = resolve(EngineConfig())
+    measured = with_costs(config, "measured: some/where.json")
+    assert (measured.costs, measured.reasons["costs"]) == (
+        "some/where.json", "measured: some/where.json",
+    )  # fmt: skip
+    assert with_costs(config, "default: no: file").costs == "none"

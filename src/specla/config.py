@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """EngineConfig and resolve(): every "auto" becomes a value, once, and is reported.
 
-Where the environment is read if it ever is: no other module may, and nothing needs it yet.
+The only module that reads the environment.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,6 +23,8 @@ from specla.errors import ConfigError, KernelUnavailable
 Mode = Literal["exact", "fast", "plain"]
 PrefillKernels = Literal["fla", "reference"]
 MODES: tuple[Mode, ...] = ("exact", "fast", "plain")
+KERNELS = ("auto", "reference", "walk", "closed")
+CHEAPEST = "cheapest"
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -51,6 +56,9 @@ class EngineConfig:
     prefill_chunk: prompt tokens per call, a multiple of 64; rounds of other requests run between
         two chunks. threads: CPU threads; None means one for small models and torch's choice for
         others.
+    kernel: what verifies, on a GPU "walk" or (mode fast) "closed", on a CPU "reference"; "auto":
+        the one that costs less. costs: a cost table's path (`specla profile` writes it), "none",
+        or "auto": the one in the cache folder, if it is of this device, model and versions.
     """
 
     model: str = "demo"
@@ -65,6 +73,8 @@ class EngineConfig:
     log_capacity: int | None = None
     prefill_chunk: int | None = None
     threads: int | None = None
+    kernel: str = "auto"
+    costs: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +93,8 @@ class ResolvedConfig:
     log_capacity: int
     prefill_chunk: int
     threads: int
+    kernel: str
+    costs: str
     reasons: Mapping[str, str]
 
     def summary(self) -> dict[str, object]:
@@ -131,6 +143,8 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         log_capacity=_log_capacity(config.log_capacity, device, reasons),
         prefill_chunk=_prefill_chunk(config.prefill_chunk, device, reasons),
         threads=config.threads or torch.get_num_threads(),
+        kernel=_kernel(config, device, reasons),
+        costs=_costs(config, reasons),
         reasons=reasons,
     )
 
@@ -158,12 +172,36 @@ def with_threads(config: ResolvedConfig, weight_bytes: int) -> ResolvedConfig:
     return replace(config, threads=1, reasons={**config.reasons, "threads": reason})
 
 
+def with_costs(config: ResolvedConfig, reason: str) -> ResolvedConfig:
+    """Where costs came from, once the model is known. reason: "measured: PATH" or "default: why"
+    (see `engine.cost.find_table`)."""
+    source, _, what = reason.partition(": ")
+    costs = what if source == "measured" else "none"
+    return replace(config, costs=costs, reasons={**config.reasons, "costs": reason})
+
+
+def cache_folder() -> Path:
+    """Where measurements of this machine are kept: XDG_CACHE_HOME if that is an absolute path,
+    else ~/.cache, and specla in there."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if Path(given).is_absolute() else Path.home() / ".cache") / "specla"
+
+
+def cpu_name() -> str:
+    """The processor's name, as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
+
+
 def _check(config: EngineConfig) -> None:
     if config.mode not in MODES:
         raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {config.mode!r}")
-    for name in ("model", "drafter", "device", "dtype"):
+    for name in ("model", "drafter", "device", "dtype", "costs"):
         if not isinstance(getattr(config, name), str):
             raise ConfigError(f"{name} must be a string, got {getattr(config, name)!r}")
+    _check_kernel(config)
     for name in ("max_slots", "max_nodes"):
         value = getattr(config, name)
         if not _is_int(value) or value < 1:
@@ -178,6 +216,19 @@ def _check(config: EngineConfig) -> None:
         value, least = getattr(config, name), 0 if name == "log_capacity" else 1
         if value is not None and (not _is_int(value) or value < least):
             raise ConfigError(f"{name} must be None or an integer >= {least}, got {value!r}")
+
+
+def _check_kernel(config: EngineConfig) -> None:
+    if config.kernel not in KERNELS:
+        raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, got {config.kernel!r}")
+    if config.kernel == "closed" and config.mode != "fast":
+        raise ConfigError(
+            f"kernel closed needs mode fast, whose bits are its own; got mode {config.mode}"
+        )
+    if config.mode == "plain" and config.costs not in ("auto", "none"):
+        raise ConfigError(
+            f"mode plain has no rounds to choose between, got costs {config.costs!r}; leave it out"
+        )
 
 
 def _is_int(x: object) -> bool:
@@ -224,6 +275,28 @@ def _mode(mode: str, device: str) -> Mode:
             "mode fast is the tensor cores' closed form and needs a GPU; on a CPU use mode exact"
         )
     return next(known for known in MODES if known == mode)
+
+
+def _kernel(config: EngineConfig, device: str, reasons: dict[str, str]) -> str:
+    if config.kernel != "auto":
+        if (config.kernel == "reference") != (device == "cpu"):
+            raise KernelUnavailable(
+                f"kernel reference is for a CPU and the others for a GPU, got {config.kernel} for "
+                f"{device}; leave kernel auto"
+            )
+        return config.kernel
+    if device == "cpu":
+        reasons["kernel"] = "reference: the torch form is what a CPU has"
+        return "reference"
+    reasons["kernel"] = f"{CHEAPEST}: of those of mode {config.mode}, by rows and nodes"
+    return CHEAPEST
+
+
+def _costs(config: EngineConfig, reasons: dict[str, str]) -> str:
+    if config.costs != "auto":
+        return config.costs
+    reasons["costs"] = "none: they belong to a model, and it has not been loaded yet"
+    return "none"
 
 
 def _why_no_gpu(index: int | None = None) -> str:

@@ -17,7 +17,8 @@ from typing import cast
 import torch
 
 from specla import drafters, models
-from specla.config import EngineConfig, ResolvedConfig, resolve, with_threads
+from specla.config import EngineConfig, ResolvedConfig, resolve, with_costs, with_threads
+from specla.engine.cost import CostTable, Identity, find_table
 from specla.engine.engine import Engine
 from specla.errors import ConfigError, RequestRejected, SpeclaError
 from specla.models.resolve import resolve as resolve_model
@@ -39,7 +40,7 @@ class LLM:
         device, dtype: "auto" or a name. mode: "exact", "fast"
             (GPU) or "plain" for the AR baseline.
         max_slots: sequences decoded together. max_nodes: most nodes of one tree.
-        log_capacity, prefill_chunk, threads, drafter_options: see EngineConfig.
+        log_capacity, prefill_chunk, threads, drafter_options, kernel, costs: see EngineConfig.
         progress: called with (bytes read, bytes in all) while weights load.
         capture_progress: called with (graphs made, graphs in all) at start-up on a GPU.
 
@@ -62,6 +63,8 @@ class LLM:
         drafter_options: Mapping[str, object] | None = None,
         revision: str | None = None,
         threads: int | None = None,
+        kernel: str = "auto",
+        costs: str = "auto",
         progress: Progress | None = None,
         capture_progress: Progress | None = None,
     ) -> None:
@@ -78,16 +81,18 @@ class LLM:
             log_capacity=log_capacity,
             prefill_chunk=prefill_chunk,
             threads=threads,
+            kernel=kernel,
+            costs=costs,
         )
         self.config: ResolvedConfig = resolve(asked)
         self._gpu = self._which_gpu()
         self._use_gpu()
-        self._load(progress)
+        self._load(costs, progress)
         self.engine.capture(capture_progress)
         self._ids = itertools.count()
         self._inboxes: dict[str, deque[StreamDelta]] = {}
 
-    def _load(self, progress: Progress | None) -> None:
+    def _load(self, costs: str, progress: Progress | None) -> None:
         config = self.config
         guesser = drafters.build(config.drafter, options=config.drafter_options)
         path = resolve_model(config.model, revision=config.revision)
@@ -97,6 +102,7 @@ class LLM:
         )
         self.config = config = with_threads(config, self.model.info.weight_bytes)
         self._use_threads()
+        table = self._find_costs(costs)
         if config.mode == "exact":
             self.model.check_rows(min(config.max_slots * config.max_nodes, 64))
         self.engine = Engine(
@@ -114,7 +120,22 @@ class LLM:
             prefill_chunk=config.prefill_chunk,
             tokenizer=self.tokenizer,
             end_token_ids=self.tokenizer.eos_token_ids,
+            kernel=config.kernel,
+            costs=table,
         )
+
+    def _find_costs(self, asked: str) -> CostTable | None:
+        """What was measured for this model here, if it was; config says where or why not."""
+        config = self.config
+        table, reason = find_table(
+            asked,
+            Identity.of(self.model),
+            rows=config.max_slots,
+            nodes=config.max_nodes,
+            mode=config.mode,
+        )
+        self.config = with_costs(config, reason)
+        return table
 
     def generate(
         self,

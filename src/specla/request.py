@@ -169,7 +169,8 @@ class SpeculationReport:
     `drafted` counts tree nodes verified below node 0 and not past a cut; `accepted` the drafts
     on committed paths; `acceptance_by_depth[d]` is the fraction of rounds that offered a draft
     at depth d + 1 in which that depth was accepted. `fallback` is None or says why a round ran
-    otherwise than asked.
+    otherwise than asked. `kernels`: rounds by the state kernel that verified them; `costs`: what
+    it was chosen by, "measured" (a cost table) or "default".
     """
 
     drafter: str
@@ -181,6 +182,8 @@ class SpeculationReport:
     acceptance_by_depth: tuple[float, ...]
     acceptance_histogram: tuple[int, ...]
     fallback: str | None = None
+    kernels: Mapping[str, int] = field(default_factory=dict)
+    costs: str = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from specla.sampling.accept import RowLaw, Verdict, accept
 from specla.sampling.draw import InvalidLogits
 from specla.sampling.triton import FINISH_INVALID, FINISH_LENGTH, FINISH_STOP
 from specla.state.log import Log
+from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
 
 CODES = {None: 0, "stop": FINISH_STOP, "length": FINISH_LENGTH}
@@ -47,6 +48,7 @@ class Behind(GraphRounds):
         self._places: list[Place] = []
         self._words: list[list[Words]] = [[], []]
         self._count = 0
+        self.size = (1, 1)
 
     @property
     def launches(self) -> int:
@@ -71,6 +73,7 @@ class Behind(GraphRounds):
         return before
 
     def _read(self) -> list[tuple[Running, Verdict]]:
+        self.size = bucket(len(self._places)), bucket(self._max_nodes)
         return self._flight.read(self._words[(self._count - 1) % 2])
 
     def _land(self) -> None:
@@ -124,6 +127,7 @@ class Behind(GraphRounds):
         self, rows: Sequence[Running], trees: Sequence[DraftTree]
     ) -> tuple[list[Verdict | None], Tensor, tuple[int, ...]]:
         """As on a GPU."""
+        self.size = bucket(len(rows)), bucket(self._max_nodes)
         plan = self._state.begin([row.slot for row in rows], trees)
         logits = self._model.verify(plan, self._state)
         found = [

@@ -156,8 +156,10 @@ def test_acceptance_adds_up(rounds: list[tuple[int, int, bool]]) -> None:
             offered_depth=offered,
             accepted=accepted,
             emitted=accepted + (not is_cut),
+            kernel="ab"[is_cut],
         )
-    assert sum(a.histogram) == a.rounds == len(rounds)
+    assert sum(a.histogram) == a.rounds == sum(a.kernels.values()) == len(rounds)
+    assert a.kernels.get("b", 0) == sum(1 for _, accepted, is_cut in rounds if is_cut and accepted)
     assert sum(i * h for i, h in enumerate(a.histogram)) == a.accepted
     assert sum(a.taken) == a.accepted
     assert sum(a.offered) == a.drafted

@@ -43,7 +43,7 @@ def run_compare(
         params = replace(params, seed=0)
     with progress_bars(wanted=bars) as tick:
         engines = {
-            PLAIN: load(replace(engine, drafter="none", mode="plain"), tick),
+            PLAIN: load(replace(engine, drafter="none", mode="plain", costs="none"), tick),
             EXACT: load(replace(engine, drafter="none", mode="exact"), tick),
             "speculative": load(replace(engine, mode="exact"), tick),
         }

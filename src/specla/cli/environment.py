@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
 
 from specla.cli.records import versions
 
@@ -14,9 +13,11 @@ def describe() -> dict[str, str]:
     """Short facts, in the order they are printed."""
     import torch
 
+    from specla.config import cpu_name
+
     found = {name: version for name, version in versions().items() if version is not None}
     found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
-    found["cpu"] = f"{_cpu_name()}, {os.cpu_count()} cores, {_memory_gib()} GiB memory"
+    found["cpu"] = f"{cpu_name()}, {os.cpu_count()} cores, {_memory_gib()} GiB memory"
     capability = torch.backends.cpu.get_cpu_capability()
     found["torch cpu"] = f"{capability}, {torch.get_num_threads()} threads"
     found["gpu"] = _gpus()
@@ -30,13 +31,6 @@ def _gpus() -> str:
         return "none"
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return ", ".join(names)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def _memory_gib() -> int:

@@ -77,6 +77,8 @@ def generate(
     dtype: opt.Dtype = "auto",
     revision: opt.Revision = None,
     threads: opt.Threads = None,
+    kernel: opt.Kernel = "auto",
+    costs: opt.Costs = "auto",
     json: opt.Json = False,
     no_progress: opt.NoProgress = False,
     debug: opt.Debug = False,
@@ -103,6 +105,8 @@ def generate(
         max_slots=max_slots,
         revision=revision,
         threads=threads,
+        kernel=kernel,
+        costs=costs,
     )
     _check_combination(prompt, prompts, compare=compare, mode=mode, json=json, logprobs=logprobs)
     bars = not no_progress

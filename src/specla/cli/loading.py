@@ -34,6 +34,8 @@ def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
         max_slots=options.max_slots,
         revision=options.revision,
         threads=options.threads,
+        kernel=options.kernel,
+        costs=options.costs,
         progress=_named(progress, "loading"),
         capture_progress=_named(progress, "capturing graphs"),
     )

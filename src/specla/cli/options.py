@@ -46,6 +46,21 @@ Threads = Annotated[
         help="CPU threads; default: 1 for small models, else all cores.", rich_help_panel=ENGINE
     ),
 ]
+Kernel = Annotated[
+    str,
+    typer.Option(
+        help="What verifies on a GPU: auto (what costs less), walk, or closed (mode fast).",
+        rich_help_panel=ENGINE,
+    ),
+]
+Costs = Annotated[
+    str,
+    typer.Option(
+        help="Measured costs: a file of 'specla profile', none, or auto: this model's on this "
+        "device, if they were measured.",
+        rich_help_panel=ENGINE,
+    ),
+]
 MaxTokens = Annotated[
     int, typer.Option(help="Most tokens to generate; >= 1.", rich_help_panel=SAMPLING)
 ]
@@ -101,3 +116,5 @@ class EngineOptions:
     max_slots: int = 8
     revision: str | None = None
     threads: int | None = None
+    kernel: str = "auto"
+    costs: str = "auto"

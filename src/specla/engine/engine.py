@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from specla.config import CHEAPEST
 from specla.drafters.base import Drafter, Observation
+from specla.engine.cost import CostTable
+from specla.engine.kernels import Kernels
 from specla.engine.running import NO_TOKEN, NOTHING_TO_DRAW, Running
 from specla.engine.scheduler import Scheduler, request_fits
 from specla.engine.stats import EngineStats
@@ -42,6 +45,8 @@ class Engine:
         prefill_chunk: prompt tokens per model call (a multiple of 64).
         tokenizer: turns tokens into text; None leaves text empty and refuses stop strings.
         end_token_ids: what ends a request unless it ignores them; None means the model's.
+        kernel: what verifies: one of `model.kernels(mode)`, or "cheapest".
+        costs: measured costs to choose by; None: the model's defaults.
     """
 
     def __init__(
@@ -54,18 +59,24 @@ class Engine:
         prefill_chunk: int,
         tokenizer: Decoder | None = None,
         end_token_ids: Sequence[int] | None = None,
+        kernel: str = CHEAPEST,
+        costs: CostTable | None = None,
     ) -> None:
         self.model, self.state, self.drafter = model, state, drafter
         self.mode, self._chunk, self._tokenizer = mode, prefill_chunk, tokenizer
         self._ends = model.info.eos_token_ids if end_token_ids is None else end_token_ids
         self.scheduler = Scheduler(state)
+        self.kernels = Kernels(model, mode, kernel=kernel, costs=costs)
+        # Refused here rather than in the middle of a round.
+        self.kernels.of(state.pool.num_slots, state.max_nodes)
         self.stats = EngineStats()
         self._graphs: GraphRounds | None = None
+        self._size = (1, 1)  # rows and nodes of the last round without a GPU
         if state.device.type == "cuda":
             # Triton is imported where there is a GPU only.
             from specla.engine.graphs import GraphRounds
 
-            self._graphs = GraphRounds(model, state, drafter, kernel=self._kernel)
+            self._graphs = GraphRounds(model, state, drafter, kernel=self.kernels.of)
 
     def capture(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: make the graphs of every round size now. tick: (done, in all)."""
@@ -76,9 +87,6 @@ class Engine:
         """On a GPU: replays the last free round's graph, for measuring it."""
         assert self._graphs is not None, "there are no graphs without a GPU"
         return self._graphs.replay()
-
-    def _kernel(self, rows: int, nodes: int) -> str:
-        return self.model.default_kernel(rows, nodes, self.mode)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -168,6 +176,7 @@ class Engine:
         if self._graphs is not None:
             return self._graphs.drive(rows, trees)
         plan = self.state.begin([row.slot for row in rows], trees)
+        self._size = len(rows), max(tree.num_nodes for tree in trees)
         return [None] * len(rows), self.model.verify(plan, self.state), plan.offsets
 
     def _judge(
@@ -246,18 +255,20 @@ class Engine:
                 self.scheduler.share_prefill(row)
 
     def _finish(self, rows: Sequence[Running], verdicts: Sequence[Verdict]) -> list[StreamDelta]:
+        # Of the round that these verdicts are about: the device may be at another one by now.
+        kernel = self.kernels.of(*(self._size if self._graphs is None else self._graphs.size))
         deltas = []
         for row, verdict in zip(rows, verdicts, strict=True):
             if verdict is NO_TOKEN:
                 row.end("error", NOTHING_TO_DRAW)
             else:
-                self.stats.acceptance.add(**row.take(verdict))
+                self.stats.acceptance.add(**row.take(verdict, kernel), kernel=kernel)
             deltas.append(self._leave(row) if row.finish_reason else row.delta())
         return deltas
 
     def _leave(self, row: Running) -> StreamDelta:
         self._free(row)
-        return row.last_delta(self.drafter.info.name, self.mode)
+        return row.last_delta(self.drafter.info.name, self.mode, self.kernels.source)
 
     def _free(self, row: Running) -> None:
         if row.slot:

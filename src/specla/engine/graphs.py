@@ -72,6 +72,8 @@ class GraphRounds:
         self._buckets: dict[tuple[int, int], _Round] = {}
         self._flight = Flight()
         self._key = (1, 1)
+        self.size = (1, 1)
+        """Rows and nodes, as padded, of the round that was read last."""
         self._count = 0
         self._events = [torch.cuda.Event(), torch.cuda.Event()]
 
@@ -143,6 +145,7 @@ class GraphRounds:
     def _read(self) -> list[tuple[Running, Verdict]]:
         place = (self._count - 1) % 2
         self._events[place].synchronize()
+        self.size = self._key
         return self._flight.read(self._buckets[self._key].read[place].tolist())
 
     def _land(self) -> None:
@@ -172,8 +175,9 @@ class GraphRounds:
         nodes = bucket(max(tree.num_nodes for tree in trees))
         if isinstance(self._drafter, DeviceDrafter):
             nodes = self._max_nodes  # the only size that `capture` has made
-        self._graph(bucket(len(rows)), nodes, False)
-        one = self._buckets[bucket(len(rows)), nodes]
+        self.size = bucket(len(rows)), nodes
+        self._graph(*self.size, False)
+        one = self._buckets[self.size]
         plan = self._plan(rows, trees, nodes)
         _fill_rows(one, rows, history=False)
         one.graphs[False].replay()

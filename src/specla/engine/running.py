@@ -145,8 +145,8 @@ class Running:
             remaining=self.remaining,
         )
 
-    def take(self, verdict: Verdict) -> dict[str, int]:
-        """Record one round; returns its counts (the arguments of Acceptance.add)."""
+    def take(self, verdict: Verdict, kernel: str) -> dict[str, int]:
+        """Record one round that `kernel` verified; returns its counts (of Acceptance.add)."""
         self.tokens += verdict.emitted
         self.logprobs += verdict.logprobs or ()
         counts = {
@@ -155,7 +155,7 @@ class Running:
             "accepted": verdict.num_accepted,
             "emitted": len(verdict.emitted),
         }
-        self.acceptance.add(**counts)
+        self.acceptance.add(**counts, kernel=kernel)
         if verdict.finish:
             # The model's own end token is no reason to name: it is the ordinary end (vLLM too).
             named = verdict.stop_token in self.request.params.stop_token_ids
@@ -178,12 +178,12 @@ class Running:
             certain = self._num_delivered
         return self._deliver(text, certain, None)
 
-    def last_delta(self, drafter: str, mode: str) -> StreamDelta:
+    def last_delta(self, drafter: str, mode: str, costs: str) -> StreamDelta:
         """The rest, and the completion."""
         if self.text is not None:
             self._take_text(self.text.finish())
         text, self._new_text = self._new_text, ""
-        completion = self._completion(drafter, mode)
+        completion = self._completion(drafter, mode, costs)
         return self._deliver(text, len(completion.token_ids), completion)
 
     @contextmanager
@@ -210,7 +210,7 @@ class Running:
             request_id=self.request.request_id, text=text, token_ids=new, completion=completion
         )
 
-    def _completion(self, drafter: str, mode: str) -> Completion:
+    def _completion(self, drafter: str, mode: str, costs: str) -> Completion:
         a, decode = self.acceptance, self.seconds["decode"]
         wanted = self.request.params.logprobs is not None
         return Completion(
@@ -232,6 +232,8 @@ class Running:
                 tokens_per_round=a.tokens_per_round,
                 acceptance_by_depth=a.by_depth,
                 acceptance_histogram=tuple(a.histogram),
+                kernels=dict(a.kernels),
+                costs=costs,
             ),
             timing=Timing(
                 prefill_s=self.seconds["prefill"],

@@ -4,6 +4,7 @@
 Identities that always hold, per request and in total (tests check them on every run):
 
     sum(histogram) == rounds      sum(i * histogram[i]) == accepted
+    sum(kernels.values()) == rounds
     emitted == rounds + accepted - rounds whose path was cut by an end
 
 A stop string is seen after the commit: it shortens the completion, not these counts. A row with
@@ -24,7 +25,7 @@ PHASES = ("prefill", "draft", "verify", "accept", "commit")
 class Acceptance:
     """Counts over rounds. histogram[i]: rounds that accepted i drafts. offered[d], taken[d]:
     rounds with a draft at depth d + 1, and those whose path reached it. Drafts past a cut are
-    in none of them."""
+    in none of them. kernels: rounds by the state kernel that verified them."""
 
     rounds: int = 0
     drafted: int = 0
@@ -33,10 +34,14 @@ class Acceptance:
     histogram: list[int] = field(default_factory=list)
     offered: list[int] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
+    kernels: dict[str, int] = field(default_factory=dict)
 
-    def add(self, *, drafted: int, offered_depth: int, accepted: int, emitted: int) -> None:
+    def add(
+        self, *, drafted: int, offered_depth: int, accepted: int, emitted: int, kernel: str
+    ) -> None:
         """Count one round of one row."""
         self.rounds += 1
+        self.kernels[kernel] = self.kernels.get(kernel, 0) + 1
         self.drafted += drafted
         self.accepted += accepted
         self.emitted += emitted
@@ -93,6 +98,7 @@ class EngineStats:
             "tokens_per_round": a.tokens_per_round,
             "acceptance_by_depth": a.by_depth,
             "acceptance_histogram": tuple(a.histogram),
+            "kernels": dict(a.kernels),
             "prefill_tokens": self.prefill_tokens,
             "finished": dict(self.finished),
         }
