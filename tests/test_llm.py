@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from eagle_toy import toy_config, write_drafter
 
 from specla import LLM, ConfigError, ModelNotFound, RequestRejected, SamplingParams, drafters
 from specla.errors import SpeclaError
@@ -229,7 +231,7 @@ def test_bad_params(llm: LLM) -> None:
         list(llm.stream("x", SamplingParams(n=2)))
 
 
-@pytest.mark.parametrize("name", drafters.REGISTRY)
+@pytest.mark.parametrize("name", drafters.UNTRAINED)
 def test_every_drafter_says_the_same(llm: LLM, folder: str, name: str) -> None:
     other = load(folder, drafter=name, log_capacity=3)
     for params in (GREEDY, SAMPLED):
@@ -238,6 +240,27 @@ def test_every_drafter_says_the_same(llm: LLM, folder: str, name: str) -> None:
         assert [bare(c) for c in got] == want
         assert {c.speculation.drafter for c in got} == {name}
         assert {c.speculation.mode for c in got} == {"exact"}
+
+
+def test_a_trained_drafter_beside_the_target_is_what_auto_means(
+    llm: LLM, folder: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "target"
+    shutil.copytree(folder, copy)
+    config = toy_config(llm.model.info, tokenizer_hash=llm.tokenizer.digest)
+    write_drafter(copy / "eagle", config)
+    want = [bare(c) for c in llm.generate(PROMPTS, SAMPLED)]
+    for name in ("auto", "eagle", f"eagle:{copy / 'eagle'}"):
+        other = load(str(copy), drafter=name, log_capacity=3)
+        got = other.generate(PROMPTS, SAMPLED)
+        assert [bare(c) for c in got] == want
+        assert {c.speculation.drafter for c in got} == {"eagle"}
+        assert any(c.speculation.drafted for c in got)
+    write_drafter(copy / "eagle", toy_config(llm.model.info, tokenizer_hash="0"))
+    with pytest.raises(ConfigError, match="tokenizer_hash"):
+        load(str(copy))
+    with pytest.raises(ConfigError, match="needs a trained checkpoint"):
+        load(folder, drafter="eagle")
 
 
 def test_auto_is_reported_by_its_name(llm: LLM) -> None:

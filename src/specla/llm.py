@@ -11,13 +11,16 @@ import itertools
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import index
+from pathlib import Path
 from typing import cast
 
 import torch
 
 from specla import drafters, models
 from specla.config import EngineConfig, ResolvedConfig, resolve, with_costs, with_threads
+from specla.drafters.base import Drafter, FeatureDrafter
 from specla.engine.cost import CostTable, Identity, find_table
 from specla.engine.engine import Engine
 from specla.errors import ConfigError, RequestRejected, SpeclaError
@@ -94,9 +97,10 @@ class LLM:
 
     def _load(self, costs: str, progress: Progress | None) -> None:
         config = self.config
-        guesser = drafters.build(config.drafter, options=config.drafter_options)
         path = resolve_model(config.model, revision=config.revision)
+        self.config = config = self._find_drafter(path)
         self.tokenizer = load_tokenizer(path)
+        guesser = self.new_drafter()
         self.model = models.load(
             str(path), device=config.device, dtype=config.torch_dtype, progress=progress
         )
@@ -136,6 +140,25 @@ class LLM:
         )
         self.config = with_costs(config, reason)
         return table
+
+    def new_drafter(self) -> Drafter:
+        """A drafter as configured, that remembers nothing."""
+        guesser = drafters.build(self.config.drafter, options=self.config.drafter_options)
+        if isinstance(guesser, FeatureDrafter):
+            guesser.check_tokenizer(self.tokenizer.digest)
+        return guesser
+
+    def _find_drafter(self, target: Path) -> ResolvedConfig:
+        """The configuration with a trained drafter's folder in its name: where nobody chose, and
+        where only the kind was given, it is the one beside the target."""
+        config = self.config
+        if config.mode == "plain" or "drafter" not in config.reasons:
+            return replace(config, drafter=drafters.with_folder(config.drafter, target))
+        found = drafters.beside(target)
+        if found is None:
+            return config
+        reasons = {**config.reasons, "drafter": f"{found}: trained for this target"}
+        return replace(config, drafter=found, reasons=reasons)
 
     def generate(
         self,

@@ -16,7 +16,7 @@ import pytest
 
 from specla.bench.workloads import prompts
 from specla.cli import main
-from specla.drafters import REGISTRY
+from specla.drafters import UNTRAINED
 
 CAPTURE = pytest.CaptureFixture[str]
 KINDS = ("problems", "python", "copy", "chat")
@@ -55,7 +55,7 @@ def check_every_drafter(model: str, jobs: Path, capsys: CAPTURE, flags: list[str
     assert len(lines) == 20
     jobs.write_text("\n".join(lines))
     truth = token_ids(model, jobs, capsys, "--drafter", "none", *flags)
-    for name in REGISTRY:
+    for name in UNTRAINED:
         assert token_ids(model, jobs, capsys, "--drafter", name, *flags) == truth, name
 
 
@@ -109,7 +109,7 @@ def test_bench(toy: Path, capsys: CAPTURE) -> None:
     command = f"bench generate {toy} --kind copy --per-kind 1 --max-tokens 16 --json"
     assert main(command.split()) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["method"] for row in rows} >= {"plain AR", "exact AR", *REGISTRY} - {"none"}
+    assert {row["method"] for row in rows} >= {"plain AR", "exact AR", *UNTRAINED} - {"none"}
 
 
 def test_doctor(toy: Path, capsys: CAPTURE) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of DESIGN section 6, for every registered drafter and every double.
+"""The contract of DESIGN section 6, for every drafter without weights and every double.
 
-A drafter that needs weights joins by a line in `CASES`; nothing else here knows any drafter.
+One that reads the target's features has nothing to go by here: `test_eagle.py` has its own, and
+`engine/test_lossless.py` runs it on a target.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import overload
 
 import pytest
 
-from specla.drafters import REGISTRY, Drafter, DraftRow, Observation, build
+from specla.drafters import UNTRAINED, Drafter, DraftRow, Observation, build
 from specla.testing import (
     AdversarialDrafter,
     OracleDrafter,
@@ -43,7 +44,7 @@ TRUTH = {tuple(t[:NUM_PROMPT]): t[NUM_PROMPT:] for t in TEXTS}
 
 # A new drafter each time: contract tests compare histories.
 CASES: dict[str, Callable[[], Drafter]] = {
-    **{name: partial(build, name) for name in REGISTRY},
+    **{name: partial(build, name) for name in UNTRAINED},
     "suffix-not-shared": lambda: build("suffix", options={"global_tokens": 0}),
     "ngram-one": lambda: build("ngram", options={"prompt_lookup_min": 1}),
     "oracle": lambda: OracleDrafter(TRUTH),

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from specla.drafters import REGISTRY, build, option_names, resolve_name
+from specla.drafters import UNTRAINED, beside, build, option_names, resolve_name, with_folder
 from specla.drafters.none import NoDrafter
 from specla.errors import ConfigError
 from specla.topology.tree import DraftTree
 
 
 def test_every_name_builds_itself() -> None:
-    for name in REGISTRY:
+    for name in UNTRAINED:
         assert build(name).info.name == name
 
 
@@ -25,10 +26,31 @@ def test_auto_reports_what_it_chose() -> None:
 
 
 def test_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match=r"none, ngram, suffix; got 'sufix'; did you mean"):
+    with pytest.raises(
+        ConfigError, match=r"none, ngram, suffix, eagle; got 'sufix'; did you mean"
+    ):
         build("sufix")
     with pytest.raises(ConfigError, match=r"got 'zzz'$"):
         build("zzz")
+
+
+def test_a_folder_goes_with_a_trained_drafter_only() -> None:
+    assert resolve_name("eagle:/some/where") == "eagle"
+    with pytest.raises(ConfigError, match="got 'suffix:/some/where'"):
+        resolve_name("suffix:/some/where")
+    with pytest.raises(ConfigError, match="eagle:FOLDER"):
+        build("eagle")
+
+
+def test_the_folder_beside_a_target(tmp_path: Path) -> None:
+    assert beside(tmp_path) is None
+    assert with_folder("suffix", tmp_path) == "suffix"
+    with pytest.raises(ConfigError, match="specla train TARGET --kind eagle"):
+        with_folder("eagle", tmp_path)
+    (tmp_path / "eagle").mkdir()
+    (tmp_path / "eagle" / "config.json").write_text("{}")
+    assert beside(tmp_path) == with_folder("eagle", tmp_path) == f"eagle:{tmp_path / 'eagle'}"
+    assert with_folder("eagle:/else/where", tmp_path) == "eagle:/else/where"
 
 
 def test_unknown_option_is_refused() -> None:

@@ -24,6 +24,7 @@ from specla.cli.options import EngineOptions
 from specla.cli.records import dumps, run_record
 from specla.cli.single import print_line
 from specla.errors import ConfigError
+from specla.models.resolve import resolve
 from specla.request import SamplingParams
 
 # Console width where stdout is no terminal: the table must not be cut in a log.
@@ -89,7 +90,7 @@ def generate(
             PLAIN: load(replace(engine, drafter="none", mode="plain"), tick),
             EXACT: load(replace(engine, drafter="none"), tick),
         }
-        for name in _drafters(drafter):
+        for name in _drafters(drafter, resolve(model, revision=revision)):
             engines[name] = load(replace(engine, drafter=name), tick)
         form = prompt_format(engines[EXACT], None)
         methods = [Method(name=k, run=runner(v, form)) for k, v in engines.items()]
@@ -106,11 +107,13 @@ def generate(
     return _verdict(samples, table)
 
 
-def _drafters(wanted: Sequence[str] | None) -> list[str]:
-    from specla.drafters import REGISTRY, resolve_name
+def _drafters(wanted: Sequence[str] | None, target: Path) -> list[str]:
+    """Those asked for; else all that need no training, and the trained one beside the target."""
+    from specla.drafters import UNTRAINED, beside, resolve_name
 
-    names = list(wanted or (name for name in REGISTRY if name != "none"))
-    return list(dict.fromkeys(resolve_name(name) for name in names))
+    found = [beside(target) or "none"]
+    names = [n if ":" in n else resolve_name(n) for n in wanted or (*UNTRAINED, *found)]
+    return [name for name in dict.fromkeys(names) if name != "none" or wanted]
 
 
 def _print(table: Sequence[Row], title: str) -> None:

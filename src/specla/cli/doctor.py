@@ -95,12 +95,12 @@ def self_test(engine: EngineOptions, plain: LLM) -> Iterator[Check]:
 
     `plain` is the model with drafter none.
     """
-    from specla.drafters import REGISTRY
+    from specla.drafters import UNTRAINED
 
     with tempfile.TemporaryDirectory() as folder:
         tiny = replace(engine, model=_write_tiny(Path(folder)), revision=None)
         reference = load(replace(tiny, drafter="none"))
-        for name in REGISTRY:
+        for name in UNTRAINED:
             if name != "none":
                 test = _equal(reference, tiny, name, TINY_LAWS)
                 yield _check(f"tiny model, {name} equals AR", test)

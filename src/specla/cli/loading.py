@@ -77,11 +77,9 @@ def runner(llm: LLM, form: str) -> Callable[[str, SamplingParams], Completion]:
     Every run gets a drafter that remembers nothing: one that keeps finished outputs would recite
     them when the same prompt comes again, and the repeats of a benchmark are the same prompt.
     """
-    from specla import drafters
 
     def run(prompt: str, params: SamplingParams) -> Completion:
-        options = llm.config.drafter_options
-        llm.engine.drafter = drafters.build(llm.config.drafter, options=options)
+        llm.engine.use(llm.new_drafter())
         if form == "raw":
             return checked(llm.generate(prompt, params)[0])
         return checked(llm.chat(user_turn(prompt), params)[0])

@@ -3,7 +3,9 @@
 
 The table is literal and nothing is imported before it is asked for, so a drafter that needs
 torch costs nothing to those who do not use it. A drafter's options are the keyword-only
-parameters of its class; there is no other list of them.
+parameters of its class; there is no other list of them. A trained drafter's checkpoint can be
+given with its name, "eagle:FOLDER"; without one it is the folder of that name beside the target's
+files, and "auto" takes it where it is there.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import cast
 
 from specla.drafters.base import Drafter, DrafterInfo, DraftRow, Observation
@@ -19,20 +22,53 @@ from specla.errors import ConfigError
 
 __all__ = [
     "REGISTRY",
+    "TRAINED",
+    "UNTRAINED",
     "DraftRow",
     "Drafter",
     "DrafterInfo",
     "Observation",
+    "beside",
     "build",
     "option_names",
     "resolve_name",
+    "with_folder",
 ]
 
 REGISTRY: Mapping[str, str] = {
     "none": "specla.drafters.none:NoDrafter",
     "ngram": "specla.drafters.ngram:NgramDrafter",
     "suffix": "specla.drafters.suffix:SuffixDrafter",
+    "eagle": "specla.drafters.eagle:EagleDrafter",
 }
+TRAINED = ("eagle",)
+"""Those with weights: `path` is one of their options."""
+UNTRAINED = tuple(name for name in REGISTRY if name not in TRAINED)
+
+
+def beside(target: Path) -> str | None:
+    """The trained drafter that lies beside a target's files, as "name:FOLDER"."""
+    for name in TRAINED:
+        if (target / name / "config.json").is_file():
+            return f"{name}:{target / name}"
+    return None
+
+
+def with_folder(name: str, target: Path) -> str:
+    """A trained drafter's name with its folder: the one beside the target if it has none yet.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in TRAINED:
+        return name
+    found = beside(target)
+    if found is None or found.partition(":")[0] != name:
+        raise ConfigError(
+            f"drafter {name} needs a trained checkpoint, and {target / name} does not exist; "
+            f"train one with `specla train TARGET --kind {name}`, then --drafter {name}:FOLDER"
+        )
+    return found
 
 
 def resolve_name(name: str) -> str:
@@ -45,9 +81,10 @@ def resolve_name(name: str) -> str:
         from specla.config import DEFAULT_DRAFTER  # imports torch
 
         return DEFAULT_DRAFTER
-    if name not in REGISTRY:
+    key, colon, _ = name.partition(":")
+    if key not in (TRAINED if colon else REGISTRY):
         _refuse("drafter", name, ["auto", *REGISTRY])
-    return name
+    return key
 
 
 def option_names(name: str) -> tuple[str, ...]:
@@ -60,18 +97,22 @@ def build(name: str, *, options: Mapping[str, object] | None = None) -> Drafter:
     """A fresh drafter.
 
     Args:
-        name: a key of `REGISTRY`, or "auto". `drafter.info.name` tells what was built.
+        name: a key of `REGISTRY`, or "auto"; for a trained one also with its checkpoint's folder.
+            `drafter.info.name` tells what was built.
         options: keyword arguments of its class.
 
     Raises:
         ConfigError: an unknown name or option, or an option out of range.
     """
+    _, colon, path = name.partition(":")
     name = resolve_name(name)
-    options = dict(options or {})
+    options = {**(options or {}), **({"path": path} if colon else {})}
     known = option_names(name)
     for option in options:
         if option not in known:
             _refuse(f"option of drafter {name!r}", option, known)
+    if name in TRAINED and "path" not in options:
+        raise ConfigError(f"drafter {name} needs a checkpoint's folder; give {name}:FOLDER")
     return cast(Drafter, _load(name)(**options))
 
 

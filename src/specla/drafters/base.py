@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from specla.topology.tree import DraftTree
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specla.models.base import TargetModel
     from specla.ops.contract import DeviceRound, RowArrays
 
 
@@ -70,6 +73,42 @@ class Drafter(Protocol):
 
     def reset(self, slot: int) -> None:
         """Forget everything about a slot (rule I6). Called before a slot is reused."""
+        ...
+
+
+@runtime_checkable
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads the target's layer outputs, and shares its slots.
+
+    Features [n, layers * D] are of `feature_layers` (ids as in `models.features`), side by side,
+    a row per committed token; each comes with the token *after* that one.
+    """
+
+    feature_layers: tuple[int, ...]
+
+    def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
+        """Make ready for an engine on `model`. exact: a row's trees must not depend on others.
+
+        Raises:
+            ConfigError: made for another target; the message names what differs.
+        """
+        ...
+
+    def check_tokenizer(self, digest: str) -> None:
+        """Raises ConfigError if it was trained with a tokenizer of another digest."""
+        ...
+
+    def prefill(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
+        """A chunk of the prompt, after the target's: tokens[i] follows features[i]'s token."""
+        ...
+
+    def feed(self, seen: Sequence[Observation], features: Tensor) -> None:
+        """Called after `observe` with the features of each row's path, as many rows as the row
+        has emitted tokens, end to end: emitted[i] follows the i-th node of the path."""
+        ...
+
+    def fork(self, slot: int, to: int) -> None:
+        """Slot `to` starts as a copy of `slot`, which has been prefilled."""
         ...
 
 

@@ -9,14 +9,14 @@ recurrence family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from specla.config import CHEAPEST
-from specla.drafters.base import Drafter, Observation
+from specla.drafters.base import Drafter, FeatureDrafter, Observation
 from specla.engine.cost import CostTable
 from specla.engine.kernels import Kernels
 from specla.engine.running import NO_TOKEN, NOTHING_TO_DRAW, Running
@@ -25,6 +25,7 @@ from specla.engine.stats import EngineStats
 from specla.engine.text import Decoder
 from specla.errors import InvalidTree
 from specla.models.base import TargetModel
+from specla.models.features import Features
 from specla.request import Request, StreamDelta
 from specla.sampling.accept import Verdict, accept
 from specla.sampling.draw import InvalidLogits
@@ -62,9 +63,10 @@ class Engine:
         kernel: str = CHEAPEST,
         costs: CostTable | None = None,
     ) -> None:
-        self.model, self.state, self.drafter = model, state, drafter
+        self.model, self.state = model, state
         self.mode, self._chunk, self._tokenizer = mode, prefill_chunk, tokenizer
         self._ends = model.info.eos_token_ids if end_token_ids is None else end_token_ids
+        self.use(drafter)
         self.scheduler = Scheduler(state)
         self.kernels = Kernels(model, mode, kernel=kernel, costs=costs)
         # Refused here rather than in the middle of a round.
@@ -77,6 +79,23 @@ class Engine:
             from specla.engine.graphs import GraphRounds
 
             self._graphs = GraphRounds(model, state, drafter, kernel=self.kernels.of)
+
+    def use(self, drafter: Drafter) -> None:
+        """Draft with this one from now on; no request may be running.
+
+        Raises:
+            ConfigError: it was trained for another target.
+        """
+        self.drafter = drafter
+        self._features: Features | None = None
+        if isinstance(drafter, FeatureDrafter):
+            drafter.bind(
+                self.model,
+                num_slots=self.state.pool.num_slots,
+                max_nodes=self.state.max_nodes,
+                exact=self.mode == "exact",
+            )
+            self._features = Features(drafter.feature_layers)
 
     def capture(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: make the graphs of every round size now. tick: (done, in all)."""
@@ -159,14 +178,24 @@ class Engine:
             verdicts = self._judge(judged, logits.float(), trees, offsets, rows)
         with phase("commit"):
             self.state.commit(slots, [verdict.path for verdict in verdicts])
-            self.drafter.observe(
-                [
-                    Observation(slot=slot, tree=tree, path=v.path, emitted=v.emitted)
-                    for slot, tree, v in zip(slots, trees, verdicts, strict=True)
-                    if v is not NO_TOKEN
-                ]
-            )
+            seen = [
+                Observation(slot=slot, tree=tree, path=v.path, emitted=v.emitted)
+                for slot, tree, v in zip(slots, trees, verdicts, strict=True)
+                if v is not NO_TOKEN
+            ]
+            self.drafter.observe(seen)
+            self._feed(seen, dict(zip(slots, offsets, strict=False)))
         return verdicts
+
+    def _feed(self, seen: Sequence[Observation], starts: Mapping[int, int]) -> None:
+        """Features of the committed paths, for a drafter that reads them. starts: where each
+        slot's nodes start in the round's."""
+        if not (seen and isinstance(self.drafter, FeatureDrafter)):
+            return
+        features = self._features if self._graphs is None else self._graphs.features
+        assert features is not None
+        at = [starts[one.slot] + node for one in seen for node in one.path[: len(one.emitted)]]
+        self.drafter.feed(seen, features.rows(at))
 
     def _verify(
         self, rows: Sequence[Running], trees: Sequence[DraftTree]
@@ -177,7 +206,8 @@ class Engine:
             return self._graphs.drive(rows, trees)
         plan = self.state.begin([row.slot for row in rows], trees)
         self._size = len(rows), max(tree.num_nodes for tree in trees)
-        return [None] * len(rows), self.model.verify(plan, self.state), plan.offsets
+        logits = self.model.verify(plan, self.state, self._features)
+        return [None] * len(rows), logits, plan.offsets
 
     def _judge(
         self,
@@ -248,11 +278,17 @@ class Engine:
         for row in self.scheduler.prefilling():
             with self._dropping([row]), self.stats.phase("prefill"), row.timing("prefill"):
                 chunk = row.next_chunk(self._chunk)
-                self.model.prefill(chunk, row.slot, self.state)
+                self.model.prefill(chunk, row.slot, self.state, self._features)
+                if isinstance(self.drafter, FeatureDrafter) and self._features is not None:
+                    start = row.num_prefilled + 1
+                    after = row.prompt[start : start + len(chunk)]
+                    self.drafter.prefill(row.slot, after, self._features.rows())
             row.num_prefilled += len(chunk)
             self.stats.prefill_tokens += len(chunk)
             if row.ready:
-                self.scheduler.share_prefill(row)
+                for slot in self.scheduler.share_prefill(row):
+                    if isinstance(self.drafter, FeatureDrafter):
+                        self.drafter.fork(row.slot, slot)
 
     def _finish(self, rows: Sequence[Running], verdicts: Sequence[Verdict]) -> list[StreamDelta]:
         # Of the round that these verdicts are about: the device may be at another one by now.

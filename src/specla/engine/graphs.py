@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specla.drafters.base import DeviceDrafter, Drafter
+from specla.drafters.base import DeviceDrafter, Drafter, FeatureDrafter
 from specla.engine.flight import Flight, to_verdict
 from specla.engine.running import Running
 from specla.models.base import KernelChoice, TargetModel
+from specla.models.features import Features
 from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
 from specla.sampling.accept import Verdict
 from specla.sampling.filters import is_unfiltered
@@ -43,7 +44,8 @@ Tick = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class _Round:
-    """One bucket: its graphs and what they read and write. host, read, read_path: pinned."""
+    """One bucket: its graphs and what they read and write. host, read, read_path: pinned.
+    features: of the driven round's nodes, where the drafter reads them."""
 
     rnd: DeviceRound
     rows: RowArrays
@@ -53,6 +55,7 @@ class _Round:
     read_path: Tensor
     graphs: dict[bool, torch.cuda.CUDAGraph]
     logits: Tensor
+    features: Features | None
 
 
 class GraphRounds:
@@ -71,6 +74,8 @@ class GraphRounds:
         )
         self._buckets: dict[tuple[int, int], _Round] = {}
         self._flight = Flight()
+        self.features: Features | None = None
+        """Of the last driven round's nodes, until the next one."""
         self._key = (1, 1)
         self.size = (1, 1)
         """Rows and nodes, as padded, of the round that was read last."""
@@ -181,6 +186,7 @@ class GraphRounds:
         plan = self._plan(rows, trees, nodes)
         _fill_rows(one, rows, history=False)
         one.graphs[False].replay()
+        self.features = one.features
         one.read[0].copy_(one.verdicts, non_blocking=True)
         one.read_path.copy_(one.rnd.path, non_blocking=True)
         torch.cuda.current_stream().synchronize()
@@ -216,7 +222,7 @@ class GraphRounds:
         if drafts:
             assert isinstance(self._drafter, DeviceDrafter)
             self._drafter.launch(one.rows, one.rnd)
-        one.logits = self._model.verify(DevicePlan(one.rnd, ()), self._state)
+        one.logits = self._model.verify(DevicePlan(one.rnd, ()), self._state, one.features)
         choose(one.logits, one.rows, one.rnd, self._choices)
         accept(
             self._choices, one.rows, one.rnd, one.verdicts,
@@ -249,7 +255,12 @@ class GraphRounds:
             read_path=torch.zeros(rnd.path.shape, dtype=torch.int32).pin_memory(),
             graphs={},
             logits=zeros(0),
+            features=self._new_features(),
         )
+
+    def _new_features(self) -> Features | None:
+        drafter = self._drafter
+        return Features(drafter.feature_layers) if isinstance(drafter, FeatureDrafter) else None
 
     def _plan(
         self, rows: Sequence[Running], trees: Sequence[DraftTree], num_nodes: int

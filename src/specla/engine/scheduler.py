@@ -54,13 +54,16 @@ class Scheduler:
                 self._start(sequence, self._state.acquire())
                 begun |= set() if sequence.ready else {sequence.prompt}
 
-    def share_prefill(self, ready: Running) -> None:
-        """Fork a sequence that has just been prefilled to waiting ones with the same prompt."""
+    def share_prefill(self, ready: Running) -> list[int]:
+        """Fork a sequence that has just been prefilled to waiting ones with the same prompt.
+        Returns the slots that they have got."""
         same = [s for s in self.waiting if s.request.prompt_token_ids == ready.prompt]
-        for sequence in same[: self._state.pool.num_free]:
+        forks = same[: self._state.pool.num_free]
+        for sequence in forks:
             self.waiting.remove(sequence)
             self._start(sequence, self._state.fork(ready.slot))
             sequence.num_prefilled = ready.num_prefilled
+        return [sequence.slot for sequence in forks]
 
     def prefilling(self) -> Iterator[Running]:
         """Running sequences whose prompt is not in the state yet."""

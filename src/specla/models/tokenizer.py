@@ -9,6 +9,8 @@ immutable sandbox, and whatever they raise becomes a specla error.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,12 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab().values()) + 1
         self.special_ids = frozenset(int(i) for i in backend.all_special_ids)
         self.has_chat_template = bool(backend.chat_template)
+
+    @property
+    def digest(self) -> str:
+        """Hex sha256 of all tokens and their ids: what a drafter was trained with."""
+        pairs = sorted(self._backend.get_vocab().items())
+        return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
     @property
     def bos_token_id(self) -> int | None:

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE: a trained layer that guesses from the target's own layer outputs.
+
+Each round first re-encodes what was accepted, with the target's true features: these factors, and
+no others, enter the drafter's log. From there a tree grows level by level, every node's feature
+being the layer's own output at its parent (`eagle_model`); what it computes on the way is dropped
+with the tree. Rows are drafted together and do not see each other.
+
+Source: EAGLE-3 (arXiv 2503.01840), EAGLE-2 (arXiv 2406.16858) for the tree; SpecLA (arXiv
+2607.16673) for pruning by tau. A recurrent mixer in the drafter is our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specla.drafters.base import DrafterInfo, DraftRow, Observation
+from specla.drafters.eagle_config import check_target
+from specla.drafters.eagle_files import load_weights, read_config
+from specla.drafters.eagle_model import EagleModel
+from specla.drafters.grow import Growing
+from specla.drafters.options import require_int, require_number
+from specla.errors import ConfigError
+from specla.models.base import TargetModel
+from specla.topology.tree import DraftTree
+
+
+class EagleDrafter:
+    """A tree from a trained drafter; nothing for a prompt of one token, which has no features.
+
+    Args:
+        path: folder of the drafter's checkpoint.
+        top_k: children per node and nodes expanded per level; 1 drafts a chain.
+        max_depth: deepest draft.
+        tau: keep a node iff its log-probability is within tau of the best of depth 1.
+        spine: keep the likeliest chain before anything else, so that a tree never accepts less
+            than the chain.
+
+    Raises:
+        ConfigError: an option is out of range, or there is no drafter at `path`.
+        InvalidCheckpoint: its config.json cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        top_k: int = 4,
+        max_depth: int = 6,
+        tau: float = 6.0,
+        spine: bool = True,
+    ) -> None:
+        require_int("top_k", top_k, 1, 64)
+        require_int("max_depth", max_depth, 1, 1023)
+        require_number("tau", tau, 0, 1e9)
+        self._folder = Path(path)
+        self.config = read_config(self._folder)
+        self.feature_layers = self.config.target_layer_ids
+        self._top_k, self._tau, self._spine = top_k, tau, spine
+        self.info = DrafterInfo(name="eagle", max_depth=max_depth, may_return_nothing=True)
+        self._model: EagleModel | None = None
+        self._started: set[int] = set()
+        # Accepted tokens and the features before them, not encoded yet, by slot.
+        self._pending: dict[int, tuple[list[int], Tensor]] = {}
+
+    def check_tokenizer(self, digest: str) -> None:
+        """Refuse another tokenizer than the drafter was trained with.
+
+        Raises:
+            ConfigError: the hashes differ.
+        """
+        if self.config.tokenizer_hash not in (None, digest):
+            raise ConfigError(
+                f"a drafter must be used with the tokenizer it was trained with "
+                f"(tokenizer_hash), but {self._folder} names {self.config.tokenizer_hash} and the "
+                f"target's is {digest}; use the target it was trained for"
+            )
+
+    def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
+        """Load the weights beside a target's (see `FeatureDrafter`)."""
+        check_target(self.config, model.info, str(self._folder))
+        weights = load_weights(self._folder, self.config, model)
+        self._model = EagleModel(self.config, weights, num_slots=num_slots, max_nodes=max_nodes)
+        if exact and model.device.type == "cpu":
+            self._model.check_rows()
+
+    @property
+    def model(self) -> EagleModel:
+        """The layer, once bound."""
+        assert self._model is not None, "bind() first"
+        return self._model
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
+        """One tree per row, with log-probabilities."""
+        self._encode([row.slot for row in rows])
+        wanted = [row for row in rows if row.max_drafts and row.slot in self._started]
+        trees = {row.slot: tree for row, tree in zip(wanted, self._grow(wanted), strict=True)}
+        return [trees.get(row.slot) or DraftTree.root(row.tokens[-1]) for row in rows]
+
+    def observe(self, seen: Sequence[Observation]) -> None:
+        """Nothing to do: `feed` brings what counts."""
+
+    @torch.inference_mode()
+    def prefill(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
+        """A chunk of the prompt (see `FeatureDrafter`)."""
+        assert slot not in self._pending, "a prompt comes before what follows it"
+        self.model.prefill(slot, tokens, features)
+        self._started.add(slot)
+
+    @torch.inference_mode()
+    def feed(self, seen: Sequence[Observation], features: Tensor) -> None:
+        """Keep the accepted tokens and features until the next `draft`."""
+        parts = features.split([len(row.emitted) for row in seen])
+        for row, part in zip(seen, parts, strict=True):
+            tokens, before = self._pending.get(row.slot, ([], part[:0]))
+            self._pending[row.slot] = [*tokens, *row.emitted], torch.cat([before, part])
+
+    def fork(self, slot: int, to: int) -> None:
+        """Copy a slot that has been prefilled."""
+        self.model.copy(slot, to)
+        self._started |= {to} if slot in self._started else set()
+
+    def reset(self, slot: int) -> None:
+        """Forget a slot."""
+        self._pending.pop(slot, None)
+        self._started.discard(slot)
+        self.model.reset(slot)
+
+    def _encode(self, slots: Sequence[int]) -> None:
+        """Bring the state of these slots up to what has been accepted."""
+        limit = self.model.state.max_nodes
+        while waiting := [slot for slot in slots if slot in self._pending]:
+            given = [self._pending.pop(slot) for slot in waiting]
+            self.model.encode(
+                waiting,
+                [tokens[:limit] for tokens, _ in given],
+                torch.cat([features[:limit] for _, features in given]),
+            )
+            self._started.update(waiting)
+            for slot, (tokens, features) in zip(waiting, given, strict=True):
+                if len(tokens) > limit:
+                    self._pending[slot] = tokens[limit:], features[limit:]
+
+    def _grow(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
+        if not rows:
+            return []
+        trees = [self._seed(row) for row in rows]
+        tips = self.model.roots([row.slot for row in rows])
+        level = [(b, 0) for b in range(len(trees))]
+        while level:
+            self._expand(trees, level, tips.y)
+            place = {node: i for i, node in enumerate(level)}
+            level = [(b, node) for b, tree in enumerate(trees) for node in tree.frontier()]
+            if level:
+                source = [place[b, trees[b].parents[node]] for b, node in level]
+                tips = self.model.step(tips, source, [trees[b].tokens[n] for b, n in level])
+        return [tree.tree() for tree in trees]
+
+    def _seed(self, row: DraftRow) -> Growing:
+        return Growing(
+            row.tokens[-1],
+            top_k=self._top_k,
+            max_depth=self.info.max_depth,
+            max_drafts=row.max_drafts,
+            tau=self._tau,
+            spine=self._spine,
+        )
+
+    def _expand(
+        self, trees: Sequence[Growing], level: Sequence[tuple[int, int]], y: Tensor
+    ) -> None:
+        """Give every node of a level its likeliest children; y [n, D] are their outputs."""
+        logprobs = torch.log_softmax(self.model.logits(y).float(), dim=-1).clamp(max=0)
+        top = logprobs.topk(min(self._top_k, logprobs.shape[1]), dim=-1)
+        ids = self.model.target_ids(top.indices).tolist()
+        for (b, node), tokens, values in zip(level, ids, top.values.tolist(), strict=True):
+            trees[b].add(node, tokens, values)

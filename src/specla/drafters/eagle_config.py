@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE drafters with a Gated DeltaNet mixer: config.json, tensor table, and what must agree.
+
+Keys and tensor names are those of published EAGLE-3 checkpoints where the architecture is the
+same; the mixer's are fla's. Feature layers are layer OUTPUTS (`models.features`): a file that
+counts inputs, as EAGLE-3 does (`eagle_aux_hidden_state_layer_ids`), is converted here.
+
+Source: EAGLE-3 (arXiv 2503.01840) for what it computes; the mixer is our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specla.errors import ConfigError, InvalidCheckpoint
+from specla.models.base import ModelInfo
+from specla.models.fields import Fields
+from specla.models.weights import Shape
+from specla.ops.contract import RecurrentShape
+
+ARCHITECTURE = "GatedDeltaNetForCausalLMEagle3"
+MODEL_TYPE = "gated_deltanet_eagle"
+MIXERS = ("gdn",)
+_MAX_LAYERS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """Sizes of a drafter, and the target it was made for.
+
+    hidden_size: the drafter's own width; target_hidden_size, vocab_size, target_layer_ids: the
+    target's. draft_vocab_size: rows of its own head; None where it shares the target's head and
+    width. fc_norm: a norm per feature. target_fingerprint (see `ModelInfo`), tokenizer_hash: what
+    it was trained with; None is not compared.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_v_heads: int
+    head_dim: int
+    head_v_dim: int
+    conv_size: int
+    norm_eps: float
+    mixer: str
+    target_hidden_size: int
+    vocab_size: int
+    target_layer_ids: tuple[int, ...]
+    draft_vocab_size: int | None
+    fc_norm: bool
+    target_fingerprint: str | None
+    tokenizer_hash: str | None
+
+    @property
+    def recurrent(self) -> RecurrentShape:
+        """The mixer as a stack of one recurrent layer."""
+        return RecurrentShape(
+            num_layers=1,
+            num_key_heads=self.num_heads,
+            num_value_heads=self.num_v_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_v_dim,
+            conv_width=self.conv_size,
+        )
+
+    @property
+    def has_draft_vocab(self) -> bool:
+        """Whether the head covers a part of the vocabulary only."""
+        return self.draft_vocab_size is not None and self.draft_vocab_size < self.vocab_size
+
+    def as_dict(self) -> dict[str, Any]:
+        """config.json's content."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        fields["target_layer_ids"] = list(self.target_layer_ids)
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": MODEL_TYPE,
+            "num_hidden_layers": 1,
+            **fields,
+        }
+
+
+def parse_eagle_config(values: Mapping[str, Any], where: str) -> EagleConfig:
+    """Read config.json's content. `where` names the file in messages.
+
+    Raises:
+        InvalidCheckpoint: not such a drafter, or a field that no such drafter can have.
+    """
+    listed = values.get("architectures")
+    if listed != [ARCHITECTURE]:
+        raise InvalidCheckpoint(
+            f"architectures in {where} must be [{ARCHITECTURE!r}] for drafter eagle, got "
+            f"{listed!r}; give the folder of a drafter that `specla train --kind eagle` wrote"
+        )
+    read = Fields(values, where)
+    heads = read.count("num_heads")
+    v_heads = read.count("num_v_heads", default=heads)
+    if v_heads % heads:
+        read.fail("num_v_heads", f"a multiple of num_heads ({heads})", v_heads)
+    config = EagleConfig(
+        hidden_size=read.count("hidden_size"),
+        intermediate_size=read.count("intermediate_size"),
+        num_heads=heads,
+        num_v_heads=v_heads,
+        head_dim=read.count("head_dim"),
+        head_v_dim=read.count("head_v_dim"),
+        conv_size=read.count("conv_size", default=4, least=2, most=64),
+        norm_eps=read.positive("norm_eps", default=1e-6),
+        mixer=read.choice("mixer", MIXERS),
+        target_hidden_size=read.count("target_hidden_size"),
+        vocab_size=read.count("vocab_size"),
+        target_layer_ids=_layer_ids(values, where),
+        draft_vocab_size=_draft_vocab(read),
+        fc_norm=read.flag("fc_norm", default=False),
+        target_fingerprint=read.text("target_fingerprint"),
+        tokenizer_hash=read.text("tokenizer_hash"),
+    )
+    if config.draft_vocab_size is None and config.hidden_size != config.target_hidden_size:
+        read.fail("draft_vocab_size", "given where hidden_size is not the target's", None)
+    return config
+
+
+def _layer_ids(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Output ids; EAGLE-3's own key counts inputs, so that its 1 is the output of layer 0."""
+    if values.get("target_layer_ids") is not None:
+        return Fields(values, where).counts("target_layer_ids", most=_MAX_LAYERS)
+    inputs = values.get("eagle_config") or {}
+    ids = Fields(inputs, f"eagle_config in {where}").counts(
+        "eagle_aux_hidden_state_layer_ids", most=_MAX_LAYERS
+    )
+    if 0 in ids:
+        raise InvalidCheckpoint(
+            f"eagle_aux_hidden_state_layer_ids in {where} must be above 0, the input of layer 0 "
+            f"being the embeddings, got {list(ids)}; correct the file"
+        )
+    return tuple(i - 1 for i in ids)
+
+
+def _draft_vocab(read: Fields) -> int | None:
+    size = read.values.get("draft_vocab_size")
+    return None if size is None else read.count("draft_vocab_size", most=read.count("vocab_size"))
+
+
+def check_target(config: EagleConfig, target: ModelInfo, where: str) -> None:
+    """Refuse, by name, a target that the drafter was not made for.
+
+    Raises:
+        ConfigError: another vocabulary, width, number of layers, or other weights.
+    """
+    layers = target.recurrent.num_layers
+    for what, mine, theirs in (
+        ("vocabulary (vocab_size)", config.vocab_size, target.vocab_size),
+        ("width (target_hidden_size)", config.target_hidden_size, target.hidden_size),
+    ):
+        if mine != theirs:
+            raise ConfigError(
+                f"a drafter and its target must have the same {what}, but {where} has {mine} and "
+                f"the target {theirs}; use the target it was trained for"
+            )
+    if max(config.target_layer_ids) >= layers:
+        raise ConfigError(
+            f"feature layers (target_layer_ids) must be below the target's {layers} layers, but "
+            f"{where} has {list(config.target_layer_ids)}; use the target it was trained for"
+        )
+    if config.target_fingerprint not in (None, target.fingerprint):
+        raise ConfigError(
+            f"a drafter must be used with the weights it was trained for (target_fingerprint), "
+            f"but {where} names {config.target_fingerprint} and the target is "
+            f"{target.fingerprint}; train a drafter for this target"
+        )
+
+
+def expected_tensors(config: EagleConfig) -> dict[str, Shape]:
+    """Name and shape of every floating tensor. Linear weights are [out, in].
+
+    Without a head of its own, lm_head is the target's.
+    """
+    D, target, count = config.hidden_size, config.target_hidden_size, len(config.target_layer_ids)
+    tensors: dict[str, Shape] = {}
+    if config.fc_norm:
+        tensors.update({f"fc_norm.{i}.weight": (target,) for i in range(count)})
+    tensors["fc.weight"] = (D, count * target)
+    layer = {"input_layernorm.weight": (target,), "hidden_norm.weight": (D,), **_mixer(config)}
+    F = config.intermediate_size
+    layer |= {
+        "post_attention_layernorm.weight": (D,),
+        "mlp.gate_proj.weight": (F, D),
+        "mlp.up_proj.weight": (F, D),
+        "mlp.down_proj.weight": (D, F),
+    }
+    tensors.update({f"midlayer.{name}": shape for name, shape in layer.items()})
+    tensors["norm.weight"] = (D,)
+    if config.draft_vocab_size is not None:
+        tensors["lm_head.weight"] = (config.draft_vocab_size, D)
+    return tensors
+
+
+def _mixer(config: EagleConfig) -> dict[str, Shape]:
+    """Inputs are [normed embedding; normed feature], side by side."""
+    inputs, G = config.target_hidden_size + config.hidden_size, config.num_v_heads
+    HK, GV, W = config.num_heads * config.head_dim, G * config.head_v_dim, config.conv_size
+    named = {"q": HK, "k": HK, "v": GV, "g": GV, "a": G, "b": G}
+    mixer: dict[str, Shape] = {f"{n}_proj.weight": (rows, inputs) for n, rows in named.items()}
+    mixer |= {f"{n}_conv1d.weight": (named[n], 1, W) for n in "qkv"}
+    mixer |= {
+        "A_log": (G,),
+        "dt_bias": (G,),
+        "o_norm.weight": (config.head_v_dim,),
+        "o_proj.weight": (config.hidden_size, GV),
+    }
+    return {f"linear_attn.{name}": shape for name, shape in mixer.items()}
