@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`prepare` and `walk` against the torch reference over rounds with trees, pending logs and
 folds, in Triton's interpreter. What nobody wrote is NaN. On a GPU every pair of tilings gives
-the same bits (marked gpu)."""
+the same bits, and so does a node alone (marked gpu)."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from random_inputs import random_parents
 from torch import Tensor
 
 from specla.ops import conv
-from specla.ops.contract import DeviceRound, RecurrentShape
+from specla.ops.contract import DeviceRound, Factors, LayerState, RecurrentShape
 from specla.ops.gdn import inputs, reference
 from specla.state import State
 from specla.topology.tree import DraftTree
@@ -30,6 +32,17 @@ SHAPES = {
     "K = 256": RecurrentShape(
         num_layers=1, num_key_heads=1, num_value_heads=1, key_dim=256, value_dim=8, conv_width=4
     ),
+}
+GPU_SHAPES = {
+    name: RecurrentShape(
+        num_layers=1, num_key_heads=h, num_value_heads=g, key_dim=k, value_dim=v, conv_width=4
+    )
+    for name, (h, g, k, v) in {
+        "8 x 256 x 256": (8, 8, 256, 256),
+        "16/32 x 128": (16, 32, 128, 128),
+        "4 x 64 x 128": (4, 4, 64, 128),
+        "2/4 x 128 x 64": (2, 4, 128, 64),
+    }.items()
 }
 NODES = 4
 
@@ -159,20 +172,9 @@ def test_idle_rows_touch_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", ["8 x 256 x 256", "16/32 x 128", "4 x 64 x 128", "2/4 x 128 x 64"]
-)
+@pytest.mark.parametrize("name", GPU_SHAPES)
 def test_tilings_give_the_same_bits(name: str) -> None:
-    heads = {
-        "8 x 256 x 256": (8, 8, 256, 256),
-        "16/32 x 128": (16, 32, 128, 128),
-        "4 x 64 x 128": (4, 4, 64, 128),
-        "2/4 x 128 x 64": (2, 4, 128, 64),
-    }
-    h, g, k, v = heads[name]
-    shape = RecurrentShape(
-        num_layers=1, num_key_heads=h, num_value_heads=g, key_dim=k, value_dim=v, conv_width=4
-    )
+    shape = GPU_SHAPES[name]
     trees = [random_parents(i, 16, 1 + i) for i in range(4)]
     first = None
     for parts in (1, 2, 8):
@@ -204,3 +206,109 @@ def _on_gpu(
     y = torch.randn(64, columns, generator=generator).cuda()
     o = by_kernels(state, rnd, y, w, shape, tile)
     return [o, layer.S, *layer.factors]
+
+
+class Rows(NamedTuple):
+    """What `prepare` reads, for B trees of N nodes: parents [B, N] int32, y [B N, C_in] and the
+    raw inputs above each root, above [B, 3, C]."""
+
+    parents: Tensor
+    y: Tensor
+    above: Tensor
+
+
+def random_rows(shape: RecurrentShape, num_rows: int, num_nodes: int) -> Rows:
+    generator = torch.Generator().manual_seed(num_nodes)
+    channels = shape.conv_channels
+    parents = [random_parents(b, num_nodes, 1 + 3 * b) for b in range(num_rows)]
+    columns = channels + (shape.value_dim + 2) * shape.num_value_heads
+    y = torch.randn(num_rows * num_nodes, columns, generator=generator)
+    above = torch.randn(num_rows, 3, channels, generator=generator)
+    return Rows(torch.tensor(parents, dtype=torch.int32), y, above)
+
+
+def one_by_one(rows: Rows) -> Rows:
+    """Every node as the only one of a row of its own, under a log of what is above it."""
+    y = rows.y.view(*rows.parents.shape, -1)[:, :, : rows.above.shape[2]]
+    windows = []
+    for b, parents in enumerate(rows.parents.tolist()):
+        paths: list[Tensor] = []
+        for node, parent in enumerate(parents):
+            path = paths[parent] if node else rows.above[b]
+            paths.append(torch.cat([path, y[b, node : node + 1]])[-4:])
+        windows += [path[:3] for path in paths]
+    root = torch.full((len(rows.y), 1), -1, dtype=torch.int32, device=y.device)
+    return Rows(root, rows.y, torch.stack(windows))
+
+
+def prepared(
+    rows: Rows, w: Layer, shape: RecurrentShape, span: kernels.Span | None = None
+) -> list[Tensor]:
+    """q, v, beta, k, g and conv inputs [M, ...] of every node."""
+    (num_rows, num_nodes), device = rows.parents.shape, rows.y.device
+    entries, channels = max(num_nodes, 3), shape.conv_channels
+    ints = partial(torch.full, dtype=torch.int32, device=device)
+    empty = partial(torch.full, fill_value=NAN, device=device)
+    heads, values = shape.num_key_heads, shape.num_value_heads
+    factors = Factors(
+        empty((num_rows, 2 * entries, heads, shape.key_dim)),
+        empty(()),
+        empty((num_rows, 2 * entries, values)),
+    )
+    tail = empty((num_rows, 2, 3, channels), dtype=rows.y.dtype)
+    inputs = empty((num_rows, 2, entries, channels), dtype=rows.y.dtype)
+    inputs[:, 0, :3] = rows.above
+    zeros, path = ints((num_rows,), 0), torch.arange(entries, dtype=torch.int32, device=device)
+    rnd = DeviceRound(
+        slot=torch.arange(num_rows, dtype=torch.int32, device=device),
+        num_nodes=ints((num_rows,), num_nodes),
+        tokens=rows.parents,
+        parents=rows.parents,
+        bank=zeros,
+        ring_len=zeros,
+        path_len=ints((num_rows,), 3),
+        path=path.repeat(num_rows, 1),
+        walk=zeros,
+    )
+    workspace = kernels.Workspace.allocate(shape, len(rows.y), rows.y.dtype, device)
+    layer = LayerState(empty(()), factors, tail, inputs)
+    kernels.prepare(
+        layer, rnd, rows.y, w.conv.t().contiguous(), w.A, w.dt_bias, workspace, shape=shape,
+        log_capacity=0, span=span,
+    )  # fmt: skip
+    assert torch.equal(tail[:, 1], rows.above)
+    written = slice(entries, entries + num_nodes)
+    records = [factors.k[:, written], factors.g[:, written], inputs[:, 1, :num_nodes]]
+    return [workspace.q, workspace.v, workspace.beta, *(x.flatten(0, 1) for x in records)]
+
+
+def assert_bits_are_the_nodes_own(
+    rows: Rows, w: Layer, shape: RecurrentShape, spans: tuple[kernels.Span, ...]
+) -> None:
+    """Alone under a log, in its tree, its tree alone or among others, however it is cut."""
+    alone = prepared(one_by_one(rows), w, shape)
+    assert all(x.isfinite().all() for x in alone)
+    for span in (None, *spans):
+        assert all(map(torch.equal, prepared(rows, w, shape, span), alone)), span
+    num_nodes = rows.parents.shape[1]
+    first = prepared(Rows(rows.parents[:1], rows.y[:num_nodes], rows.above[:1]), w, shape)
+    assert all(torch.equal(x, y[:num_nodes]) for x, y in zip(first, alone, strict=True))
+
+
+def test_a_nodes_inputs_are_its_own() -> None:
+    shape = SHAPES["two value heads per key head"]
+    w = Layer(shape, torch.Generator().manual_seed(0))
+    assert_bits_are_the_nodes_own(random_rows(shape, 2, 3), w, shape, (kernels.Span(1, 2),))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_SHAPES)
+def test_a_nodes_inputs_have_the_same_bits_alone(name: str) -> None:
+    shape = GPU_SHAPES[name]
+    w = Layer(shape, torch.Generator().manual_seed(0))
+    w.conv, w.A, w.dt_bias = w.conv.cuda().bfloat16(), w.A.cuda(), w.dt_bias.cuda()
+    spans = tuple(kernels.Span(warps, tiles) for warps in (1, 2, 4, 8) for tiles in (1, 2, 16))
+    for num_nodes in (1, 4, 16, 64):
+        rows = random_rows(shape, 3, num_nodes)
+        y, above = rows.y.cuda().bfloat16(), rows.above.cuda().bfloat16()
+        assert_bits_are_the_nodes_own(Rows(rows.parents.cuda(), y, above), w, shape, spans)

@@ -28,10 +28,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
-from specla.ops.gdn.triton_prepare import Workspace, overlap, prepare
+from specla.ops.gdn.triton_prepare import FORWARD, Span, Workspace, overlap, prepare
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
 
-__all__ = ["Tile", "Workspace", "lanes_for", "prepare", "tile_for", "walk"]
+__all__ = ["Span", "Tile", "Workspace", "lanes_for", "prepare", "tile_for", "walk"]
 
 _WALK, _RESTORE, _SAVE = tl.constexpr(WALK), tl.constexpr(RESTORE), tl.constexpr(SAVE)
 _NODE = tl.constexpr(NODE_MASK)
@@ -40,11 +40,6 @@ _NODE = tl.constexpr(NODE_MASK)
 def lanes_for(key_dim: int) -> int:
     """Threads that share a state row; with K it fixes the order of a reduction over K."""
     return 16 if key_dim >= 256 else 8
-
-
-# Of axes that are contiguous in memory alike, Triton's coalescing gives lanes and warps to the
-# first ones up to 3.6 and to the last ones in 3.9; the kernel names its axes in that order.
-FORWARD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 
 class Tile(NamedTuple):
