@@ -17,8 +17,8 @@ from specla.request import SamplingParams
 from specla.sampling.draw import Draw, draw
 from specla.sampling.noise import gumbel, uniform
 from specla.sampling.triton import block_size, choose, new_choices
-from specla.sampling.triton import gumbel as device_gumbel
-from specla.sampling.triton import uniform as device_uniform
+from specla.sampling.triton_draw import gumbel as device_gumbel
+from specla.sampling.triton_draw import uniform as device_uniform
 from specla.topology.tree import DraftTree
 
 VOCAB = 2500  # three blocks, the last one not full

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specla.ops.contract import DeviceRound, RowArrays
+from specla.sampling.triton_draw import draw
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH, FINISH_INVALID = 0, 1, 2, 3
 """A verdict's finish codes. FINISH_INVALID: NaN, +inf or nothing but -inf at a visited node."""
@@ -37,12 +38,12 @@ VERDICT_HEADER = 5
 
 _STOP, _LENGTH, _INVALID = map(tl.constexpr, (FINISH_STOP, FINISH_LENGTH, FINISH_INVALID))
 _HEADER = tl.constexpr(VERDICT_HEADER)
-_INF, _ULP = tl.constexpr(float("inf")), tl.constexpr(2.0**-52)
+_INF = tl.constexpr(float("inf"))
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 
-# Elements of a tile that a program holds at once: logits being drawn from, and blocks
-# being compared, where more would spill registers.
-_DRAW_TILE, _COMPARE_TILE = 1024, 256
+# Elements of a tile that a program holds at once: logits being drawn from, in float32 and in
+# float64, and blocks being compared, where more would spill registers.
+_DRAW_TILE, _EXACT_TILE, _COMPARE_TILE = 1024, 256, 256
 
 
 class Choices(NamedTuple):
@@ -98,6 +99,7 @@ def choose(
         vocab_size,
         BLOCK=block,
         TILE=_DRAW_TILE,
+        EXACT_TILE=_EXACT_TILE,
         PDL=pdl,
         num_warps=8 if block > 4096 else 4,
         launch_pdl=pdl,
@@ -168,20 +170,6 @@ def accept(
     )
 
 
-@triton.jit
-def uniform(seed, position, token):
-    """`noise.uniform` with purpose 0, for int32 positions and tokens: float64, inside (0, 1)."""
-    high, low, _, _ = tl.philox(seed, token, position, 0, 0)
-    bits = (high.to(tl.int64) << 20) | (low >> 12).to(tl.int64)
-    return (bits.to(tl.float64) + 0.5) * _ULP
-
-
-@triton.jit
-def gumbel(seed, position, token):
-    """`noise.gumbel` with purpose 0, float64."""
-    return -tl.log(-tl.log(uniform(seed, position, token)))
-
-
 @triton.jit(do_not_specialize=["num_columns"])
 def _choose_kernel(
     logits_ptr,
@@ -197,6 +185,7 @@ def _choose_kernel(
     vocab_size,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    EXACT_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     m = tl.program_id(0)
@@ -220,9 +209,10 @@ def _choose_kernel(
     if (temperature > 0) & (top > -_INF) & (top < _INF):
         position = tl.load(len_tokens_ptr + b) + _depth(parents_ptr + b * num_columns, node)
         seed = tl.load(seed_ptr + b)
-        score, token = _draw(
-            logits_ptr, part * BLOCK, vocab_size, top, temperature, seed, position, BLOCK, TILE
-        )
+        score, token = draw(
+            logits_ptr, part * BLOCK, vocab_size, top, temperature, seed, position,
+            BLOCK, TILE, EXACT_TILE,
+        )  # fmt: skip
         tl.store(score_ptr + at, score)
         tl.store(token_ptr + at, token)
     else:
@@ -238,34 +228,6 @@ def _depth(parents_ptr, node):
         node = tl.load(parents_ptr + node)
         depth += 1
     return depth
-
-
-@triton.jit
-def _draw(
-    logits_ptr,
-    first,
-    vocab_size,
-    top,
-    temperature,
-    seed,
-    position,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Score and token of the best of ids first .. first + BLOCK - 1, scores relative to `top`.
-    Tile by tile, because float64 and noise need registers; the best is found per lane first."""
-    lane = tl.arange(0, TILE)
-    best = tl.full([TILE], -_INF, tl.float64)
-    best_token = tl.full([TILE], _NO_TOKEN, tl.int32)
-    for start in range(0, BLOCK, TILE):
-        token = first + start + lane
-        x = tl.load(logits_ptr + token, mask=token < vocab_size, other=-_INF)
-        score = (x.to(tl.float64) - top.to(tl.float64)) / temperature
-        score += gumbel(seed, position, token)
-        best_token = tl.where(score > best, token, best_token)
-        best = tl.maximum(score, best)
-    score = tl.max(best, axis=0)
-    return score, tl.min(tl.where(best == score, best_token, _NO_TOKEN), axis=0)
 
 
 @triton.jit
