@@ -254,15 +254,13 @@ def _prepare_kernel(  # noqa: C901
     for i in tl.static_range(W):
         tap_at = taps_ptr + i * C + start + column + every
         taps += (tl.load(tap_at, mask=used & (every == 0), other=0),)
-    # The new tail, by the row's first program; for the others: it brings the rows into L1.
+    # The newest inputs above the root: for every program, as it brings them into L1.
+    newest = ()
+    once = used & _along(row == 0, FORWARD)
     for i in tl.static_range(W - 1):
         entry = tl.zeros_like(row) + (path_len - (W - 1) + i)
-        newest = _row_above(inputs_ptr, tail_ptr, path_ptr, entry, C, W)
-        once = used & _along(row == 0, FORWARD)
-        moved = tl.load(_along(newest, FORWARD) + (start + column), mask=once, other=0)
-        if first == 0:
-            tail_at = tail_ptr + (write * (W - 1) + i) * C + start + column + every
-            tl.store(tail_at, moved, mask=once)
+        above = _row_above(inputs_ptr, tail_ptr, path_ptr, entry, C, W)
+        newest += (tl.load(_along(above, FORWARD) + (start + column), mask=once, other=0),)
 
     for lowest in range(first, tl.minimum(first + num_each, num_nodes), NODES):
         node = lowest + row
@@ -273,8 +271,8 @@ def _prepare_kernel(  # noqa: C901
             at, beyond = _climb(parents_ptr, tl.where(live, node, -1), back)
             place = y_ptr + (b * num_columns + at) * STRIDE
             if back > 0:
-                above = _row_above(inputs_ptr, tail_ptr, path_ptr, path_len - beyond, C, W)
-                place = tl.where(at < 0, above, place)
+                beyond_root = _row_above(inputs_ptr, tail_ptr, path_ptr, path_len - beyond, C, W)
+                place = tl.where(at < 0, beyond_root, place)
             places += (place,)
         m = b * num_columns + node
         if PDL:
@@ -310,3 +308,7 @@ def _prepare_kernel(  # noqa: C901
                 else:
                     k_at = k_ptr + _along((entries + node) * H + head, FORWARD) * K + column
                     tl.store(k_at, y, mask=mask)
+    if first == 0:  # last, so that nothing waits for them: they are the new tail
+        for i in tl.static_range(W - 1):
+            tail_at = tail_ptr + (write * (W - 1) + i) * C + start + column + every
+            tl.store(tail_at, newest[i], mask=once)
