@@ -186,7 +186,7 @@ def test_identity_of_a_model(target: TargetModel, monkeypatch: pytest.MonkeyPatc
     one = Identity.of(target)
     assert one == Identity.of(target)
     assert one.device == device_name(torch.device("cpu"))
-    assert one.device.endswith(", 1 threads")
+    assert one.device.endswith(", 1 thread")
     for change in ({"fingerprint": "other"}, {"vocab_size": 7}):
         info = replace(target.info, **change)
         monkeypatch.setattr(target, "info", info)

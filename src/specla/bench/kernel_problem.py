@@ -78,8 +78,16 @@ class Problem:
         self.weights = self._weights()
         self.layers = [self._layer() for _ in range(num_layers)]
         self._pristine = copy_layer(self.layers[0])
-        self.round = self.round_of(case)
-        self.slots = self.round.slot
+
+    @cached_property
+    def round(self) -> DeviceRound:
+        """The case's round, for kernels."""
+        return self.round_of(self.case)
+
+    @property
+    def slots(self) -> Tensor:
+        """The rows' slots [B] int32."""
+        return self.round.slot
 
     @property
     def shape(self) -> RecurrentShape:
@@ -107,7 +115,7 @@ class Problem:
     @cached_property
     def truth(self) -> Truth:
         """By the torch reference on the device, on a copy of layer 0."""
-        shape, plan, layer = self.shape, self._plan(), self.fresh_layer()
+        shape, plan, layer = self.shape, self.plan(), self.fresh_layer()
         heads, weights = shape.num_value_heads, self.weights
         qkv = conv.verify(layer, plan, self.y[:, : shape.conv_channels], weights.conv)
         a, b = self.y[:, -2 * heads : -heads], self.y[:, -heads:]
@@ -118,7 +126,7 @@ class Problem:
 
     def verify(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """(o, u) [M, G, V] of the torch reference for inputs x, on a copy of layer 0."""
-        layer, plan = self.fresh_layer(), self._plan()
+        layer, plan = self.fresh_layer(), self.plan()
         o = reference.verify(layer, plan, x)
         return o, layer.factors.u[plan.node_slot, plan.write_entry]
 
@@ -142,7 +150,8 @@ class Problem:
         q, k = (reference.per_value_head(t, heads) for t in (x.q, x.k))
         return x._replace(q=q, k=k)
 
-    def _plan(self) -> RoundPlan:
+    def plan(self) -> RoundPlan:
+        """The round as the reference reads it."""
         case = self.case
         tree = DraftTree(tuple(range(case.num_nodes)), case.parents)
         return compile_round(

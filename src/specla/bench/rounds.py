@@ -22,6 +22,7 @@ from specla.engine.engine import Engine
 from specla.ops.contract import DevicePlan
 from specla.request import Request, SamplingParams
 from specla.state import State
+from specla.state.log import Log
 from specla.topology.tree import DraftTree
 
 PENDING = 4
@@ -45,6 +46,13 @@ def binary_tree(num_nodes: int) -> DraftTree:
     return DraftTree(tuple(range(num_nodes)), (-1, *((i - 1) // 2 for i in range(1, num_nodes))))
 
 
+def pend(log: Log, nodes: int) -> None:
+    """Give a log PENDING factors: in the ring and node 0 of the last round; without a ring what
+    the last round can have left, `nodes` at most."""
+    in_ring = PENDING - 1 if log.capacity >= PENDING - 1 else 0
+    log.ring_len, log.path = in_ring, tuple(range(1 if in_ring else min(PENDING, nodes)))
+
+
 def time_round(model: RandomGDN, rows: int, nodes: int, *, log_capacity: int = 16) -> RoundTime:
     """One verify of `rows` binary trees, replayed."""
     state = State(
@@ -57,7 +65,7 @@ def time_round(model: RandomGDN, rows: int, nodes: int, *, log_capacity: int = 1
     )
     slots = [state.acquire() for _ in range(rows)]
     for slot in slots:
-        state.logs[slot].ring_len, state.logs[slot].path = PENDING - 1, (0,)
+        pend(state.logs[slot], nodes)
     plan = state.begin(slots, [binary_tree(nodes)] * rows)
     assert isinstance(plan, DevicePlan)
     model.reserve(plan.round.tokens.numel())

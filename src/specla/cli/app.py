@@ -14,6 +14,7 @@ from specla.cli.bench_round import rounds as bench_round
 from specla.cli.chat import chat
 from specla.cli.doctor import doctor
 from specla.cli.generate import generate
+from specla.cli.profile import profile
 
 EXIT_CODES = (
     "Exit codes: 0 ok; 1 runtime failure; 2 usage; 3 model not found, unreachable, missing "
@@ -44,6 +45,7 @@ app.callback(epilog=EXIT_CODES)(_root)
 app.command(epilog=EXIT_CODES)(generate)
 app.command(epilog=EXIT_CODES)(chat)
 app.command(epilog=EXIT_CODES)(doctor)
+app.command(epilog=EXIT_CODES)(profile)
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and acceptance.")
 bench.command("generate", epilog=EXIT_CODES)(bench_generate)

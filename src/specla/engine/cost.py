@@ -96,7 +96,8 @@ def device_name(device: torch.device) -> str:
     """As tables name it; a CPU with its number of threads, which its speed depends on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _installed(name: str) -> str:

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure a cost table: rounds and state kernels of one model on one device, by size.
+
+On a GPU a time is that of a graph's replays, as everywhere in `bench`; on a CPU it is wall time,
+planning included. Trees are a chain and a binary tree of each size, every row has the pending
+factors of `bench.rounds`, and tokens are chosen greedily. Sizes are the buckets that an engine
+would run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from specla.bench import graphs
+from specla.bench.graphs import Timing, time_graph
+from specla.bench.kernel_cases import Case, binary, chain, depth_of
+from specla.bench.kernel_problem import Problem
+from specla.bench.rounds import pend
+from specla.bench.table import spread
+from specla.drafters.base import DeviceDrafter, Drafter
+from specla.engine.cost import Cost, CostTable, Identity, Part
+from specla.engine.engine import Engine
+from specla.models.base import KernelChoice, TargetModel
+from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
+from specla.ops.gdn import reference
+from specla.request import Request, SamplingParams
+from specla.sampling.accept import RowLaw, accept
+from specla.state import State
+from specla.state.log import Log
+from specla.state.rounds import bucket
+from specla.topology.tree import DraftTree
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
+HISTORY = 512
+"""Tokens a drafter can look back on while it is timed."""
+LEAST = 3
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """One measurement to make."""
+
+    rows: int
+    parents: tuple[int, ...]
+
+    @property
+    def nodes(self) -> int:
+        return len(self.parents)
+
+    @property
+    def tree(self) -> DraftTree:
+        return DraftTree(tuple(range(self.nodes)), self.parents)
+
+
+class Profile:
+    """Everything that is measured for one model and mode.
+
+    Args:
+        model: loaded; in exact mode checked (`check_rows`).
+        max_batch, max_nodes: the largest round; sizes are powers of two up to there.
+        log_capacity: of the engine that the table is for.
+        drafter: one more column: what a call of it costs, at the largest number of nodes.
+        budget_s: seconds per measurement.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        *,
+        mode: str,
+        max_batch: int,
+        max_nodes: int,
+        log_capacity: int,
+        drafter: Drafter | None = None,
+        budget_s: float = 0.05,
+    ) -> None:
+        self._model, self._mode, self._drafter, self._budget = model, mode, drafter, budget_s
+        self._nodes, self._log_capacity = bucket(max_nodes), log_capacity
+        self._on_gpu = model.device.type == "cuda"
+        self._batches = [1 << i for i in range(bucket(max_batch).bit_length())]
+        self._sizes = [Size(rows=b, parents=p) for b in self._batches for p in self._trees()]
+        self._state = self._new_state(self._batches[-1])
+        self._slots = [self._state.acquire() for _ in range(self._batches[-1])]
+        self.measured: list[Cost] = []
+
+    def __len__(self) -> int:
+        """Sizes and drafts, the steps of `run`."""
+        return len(self._sizes) + (len(self._batches) if self._drafter else 0)
+
+    def run(self) -> Iterator[int]:
+        """Measure. Yields how many steps are done."""
+        for done, size in enumerate(self._sizes, 1):
+            self._measure(size)
+            yield done
+        for done, rows in enumerate(self._batches if self._drafter else (), 1 + len(self._sizes)):
+            self._add("draft", rows, self._nodes, self._nodes - 1, self._time_draft(rows))
+            yield done
+
+    def table(self) -> CostTable:
+        """What was measured."""
+        return CostTable(Identity.of(self._model), self.measured)
+
+    # ---- the target
+
+    def _trees(self) -> list[tuple[int, ...]]:
+        """Of each size the chain and, where it is another tree, the binary one."""
+        sizes = [1 << i for i in range(self._nodes.bit_length())]
+        return [p for n in sizes for p in dict.fromkeys((binary(n), chain(n)))]
+
+    def _measure(self, size: Size) -> None:
+        slots, trees = self._slots[: size.rows], [size.tree] * size.rows
+        for slot in slots:
+            pend(self._state.logs[slot], size.nodes)
+        depth = depth_of(size.parents)
+        for kernel in self._model.kernels(self._mode):
+            self._model.reserve(self._batches[-1] * self._nodes, kernel=_always(kernel))
+            verify = self._verify(slots, trees)
+            self._add("verify", size.rows, size.nodes, depth, self._time(verify), kernel)
+            alone = self._time_kernel(size, kernel)
+            self._add("kernel", size.rows, size.nodes, depth, alone, kernel)
+        if size.parents == chain(size.nodes):
+            timing = self._time_accept(slots, trees)
+            self._add("accept", size.rows, size.nodes, depth, timing)
+
+    def _verify(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> Step:
+        """One pass of the target; on a CPU with the planning, which is what a round does there."""
+        if self._on_gpu:
+            plan = self._state.begin(slots, trees)
+            return lambda: self._model.verify(plan, self._state)
+        return lambda: self._model.verify(self._state.begin(slots, trees), self._state)
+
+    def _time_accept(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> Timing:
+        plan = self._state.begin(slots, trees)
+        logits = self._model.verify(plan, self._state)
+        if isinstance(plan, DevicePlan):
+            return self._time(*self._device_accept(plan.round, logits))
+        laws = [_law() for _ in slots]
+        return self._time(lambda: accept(logits.float(), trees, plan.offsets, laws))
+
+    def _device_accept(self, rnd: DeviceRound, logits: Tensor) -> list[Step]:
+        """Accepting leaves trees of one node: the next replay gets this one's sizes back."""
+        from specla.sampling.triton import VERDICT_HEADER, choose, new_choices
+        from specla.sampling.triton import accept as accept_on_device
+
+        rows, nodes = rnd.tokens.shape
+        choices = new_choices(logits.shape[0], logits.shape[1], logits.device)
+        words = torch.zeros(
+            rows, VERDICT_HEADER + nodes + 1, dtype=torch.int32, device=logits.device
+        )
+        arrays, full = self._rows(rows, 1), rnd.num_nodes.clone()
+        threshold = self._state.fold_threshold
+        return [
+            lambda: rnd.num_nodes.copy_(full),
+            lambda: choose(logits, arrays, rnd, choices),
+            lambda: accept_on_device(choices, arrays, rnd, words, fold_threshold=threshold),
+        ]
+
+    def _time_kernel(self, size: Size, kernel: str) -> Timing:
+        """One layer's state kernel, over states that are in no cache on a GPU."""
+        model, shape = self._model, self._model.info.recurrent
+        log = Log(self._log_capacity, self._nodes, self._log_capacity)
+        pend(log, size.nodes)
+        case = Case(
+            name=kernel, shape=shape, num_rows=size.rows, parents=size.parents,
+            ring_len=log.ring_len, path=log.path, log_capacity=log.capacity,
+            threshold=log.threshold,
+        )  # fmt: skip
+        if self._on_gpu:
+            return self._time_on_cold_layers(case, kernel)
+        problem = Problem(case, num_layers=1, device=model.device, dtype=model.dtype)
+        layer, plan, x = problem.layers[0], problem.plan(), problem.truth.x
+        return self._time(lambda: reference.verify(layer, plan, x))
+
+    def _time_on_cold_layers(self, case: Case, kernel: str) -> Timing:
+        from specla.bench import methods
+
+        model, s = self._model, case.shape
+        layer_bytes = 4 * case.num_rows * s.num_value_heads * s.value_dim * s.key_dim
+        layers = graphs.cold_layers(layer_bytes, graphs.l2_bytes(model.device))
+        problem = Problem(case, num_layers=layers, device=model.device, dtype=model.dtype)
+        build = {"walk": methods.exact, "closed": methods.fast}[kernel]
+        pdl = torch.cuda.get_device_capability(model.device) >= (9, 0)
+        runner = build(pdl=pdl, with_prepare=False).build(problem)
+        return time_graph(runner.calls, parts=runner.parts, budget_s=self._budget)
+
+    # ---- the drafter
+
+    def _time_draft(self, rows: int) -> Timing:
+        drafter: object = self._drafter
+        if not (self._on_gpu and isinstance(drafter, DeviceDrafter)):
+            return self._time_host_draft(rows)
+        arrays, rnd = self._rows(rows, HISTORY), self._state.rounds.round(rows, self._nodes)
+        rnd.num_nodes.fill_(1)
+        return self._time(lambda: drafter.launch(arrays, rnd))
+
+    def _time_host_draft(self, rows: int) -> Timing:
+        """In an engine of its own, which is what hands a drafter its rows."""
+        assert self._drafter is not None
+        engine = Engine(
+            self._model, self._new_state(rows), self._drafter, mode=self._mode,
+            prefill_chunk=HISTORY,
+        )  # fmt: skip
+        for row in range(rows):
+            prompt = tuple(_tokens(row, self._model.info.vocab_size))
+            engine.add(
+                Request(request_id=str(row), prompt_token_ids=prompt, params=GREEDY, seed=row)
+            )
+        engine.step()  # prefills
+        samples: list[float] = []
+        until = time.perf_counter() + 4 * self._budget
+        while len(samples) < LEAST or time.perf_counter() < until:
+            before = engine.stats.seconds["draft"]
+            engine.step()
+            samples.append(1e6 * (engine.stats.seconds["draft"] - before))
+        for row in range(rows):
+            engine.abort(str(row))
+        return _timing(samples)
+
+    # ---- common
+
+    def _time(self, *calls: Step) -> Timing:
+        if self._on_gpu:
+            return time_graph(list(calls), parts=1, budget_s=self._budget)  # type: ignore[arg-type]
+        return _wall(calls, self._budget)
+
+    def _rows(self, rows: int, history: int) -> RowArrays:
+        """Live greedy rows, on the device."""
+        device, tokens = self._model.device, self._model.info.vocab_size
+        text = [_tokens(row, tokens)[:history] for row in range(rows)]
+
+        def full(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=device)
+
+        return RowArrays(
+            seed=full(0, torch.int64),
+            len_tokens=full(history),
+            remaining=full(2**31 - 1),
+            temperature=full(0, torch.float64),
+            ends=full(-1).unsqueeze(1),
+            history=torch.tensor(text, dtype=torch.int32, device=device),
+        )
+
+    def _new_state(self, rows: int) -> State:
+        return State(
+            self._model.info.recurrent,
+            num_slots=rows,
+            max_nodes=self._nodes,
+            log_capacity=self._log_capacity,
+            dtype=self._model.dtype,
+            device=self._model.device,
+        )
+
+    def _add(
+        self, part: Part, rows: int, nodes: int, depth: int, timing: Timing, kernel: str = ""
+    ) -> None:
+        if part == "draft" and self._drafter is not None:
+            kernel = self._drafter.info.name
+        self.measured.append(
+            Cost(
+                part=part, rows=rows, nodes=nodes, depth=depth, kernel=kernel, mode=self._mode,
+                us=timing.us, p10=timing.p10, p90=timing.p90,
+            )
+        )  # fmt: skip
+
+
+def _always(kernel: str) -> KernelChoice:
+    return lambda rows, nodes: kernel
+
+
+def _tokens(row: int, vocab_size: int) -> list[int]:
+    """A text that repeats itself now and then, another one for each row."""
+    return [(7 * row + i * i) % vocab_size for i in range(HISTORY)]
+
+
+def _law() -> RowLaw:
+    return RowLaw(
+        params=GREEDY, seed=0, history=[0], num_prompt_tokens=1, end_token_ids=(),
+        remaining=GREEDY.max_tokens,
+    )  # fmt: skip
+
+
+def _wall(calls: Sequence[Step], budget_s: float) -> Timing:
+    """Wall time of the calls, one after another; once to warm up, then until the budget is
+    spent."""
+    samples: list[float] = []
+    until = time.perf_counter() + budget_s
+    while len(samples) <= LEAST or time.perf_counter() < until:
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        samples.append(1e6 * (time.perf_counter() - start))
+    return _timing(samples[1:])
+
+
+def _timing(samples: Sequence[float]) -> Timing:
+    p10, p90 = spread(samples)
+    return Timing(us=median(samples), p10=p10, p90=p90)
