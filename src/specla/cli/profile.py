@@ -76,7 +76,7 @@ def profile(
             mode=mode, max_nodes=max_nodes, max_slots=max_batch, threads=threads,
         )
     )  # fmt: skip
-    guesser = _drafter(drafter)
+    guesser = _drafter(drafter, config)
     with progress_bars(wanted=not no_progress) as tick:
         loading = (lambda done, total: tick("loading", done, total)) if tick else None
         target = _load(config, loading)
@@ -116,11 +116,15 @@ def _random(config: ResolvedConfig) -> TargetModel:
     return gdn_1_3b(device=config.device, dtype=config.torch_dtype)
 
 
-def _drafter(name: str | None) -> Drafter | None:
+def _drafter(name: str | None, config: ResolvedConfig) -> Drafter | None:
     from specla import drafters
+    from specla.models.resolve import resolve as resolve_model
 
     if name == "none":
         raise ConfigError("--drafter must be one that drafts, got none; leave it out")
+    if name in drafters.TRAINED and not config.model.startswith(RANDOM):
+        folder = resolve_model(config.model, revision=config.revision)
+        name = drafters.with_folder(name, folder)
     return None if name is None else drafters.build(name)
 
 
