@@ -9,12 +9,14 @@ import typer
 
 from specla import __version__
 from specla.cli.bench import generate as bench_generate
+from specla.cli.bench_exactness import exactness as bench_exactness
 from specla.cli.bench_kernels import kernels as bench_kernels
 from specla.cli.bench_round import rounds as bench_round
 from specla.cli.chat import chat
 from specla.cli.doctor import doctor
 from specla.cli.generate import generate
 from specla.cli.profile import profile
+from specla.cli.train import train
 
 EXIT_CODES = (
     "Exit codes: 0 ok; 1 runtime failure; 2 usage; 3 model not found, unreachable, missing "
@@ -46,9 +48,11 @@ app.command(epilog=EXIT_CODES)(generate)
 app.command(epilog=EXIT_CODES)(chat)
 app.command(epilog=EXIT_CODES)(doctor)
 app.command(epilog=EXIT_CODES)(profile)
+app.command(epilog=EXIT_CODES)(train)
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and acceptance.")
 bench.command("generate", epilog=EXIT_CODES)(bench_generate)
+bench.command("exactness", epilog=EXIT_CODES)(bench_exactness)
 bench.command("kernels", epilog=EXIT_CODES)(bench_kernels)
 bench.command("round", epilog=EXIT_CODES)(bench_round)
 app.add_typer(bench, name="bench")
