@@ -27,7 +27,7 @@ from specla.drafters.base import DeviceDrafter, Drafter
 from specla.engine.cost import Cost, CostTable, Identity, Part
 from specla.engine.engine import Engine
 from specla.models.base import KernelChoice, TargetModel
-from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
+from specla.ops.contract import DevicePlan, DeviceRound, LayerState, RowArrays
 from specla.ops.gdn import reference
 from specla.request import Request, SamplingParams
 from specla.sampling.accept import RowLaw, accept
@@ -40,6 +40,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 HISTORY = 512
 """Tokens a drafter can look back on while it is timed."""
 LEAST = 3
+PLAIN_PATIENCE = 5
 Step = Callable[[], object]
 
 
@@ -121,8 +122,10 @@ class Profile:
         depth = depth_of(size.parents)
         for kernel in self._model.kernels(self._mode):
             self._model.reserve(self._batches[-1] * self._nodes, kernel=_always(kernel))
-            verify = self._verify(slots, trees)
-            self._add("verify", size.rows, size.nodes, depth, self._time(verify), kernel)
+            # Every other round is given in plain steps: those are measured longer.
+            patience = PLAIN_PATIENCE if size.nodes == 1 else 1
+            verify = self._time(self._verify(slots, trees), patience=patience)
+            self._add("verify", size.rows, size.nodes, depth, verify, kernel)
             alone = self._time_kernel(size, kernel)
             self._add("kernel", size.rows, size.nodes, depth, alone, kernel)
         if size.parents == chain(size.nodes):
@@ -179,16 +182,13 @@ class Profile:
         return self._time(lambda: reference.verify(layer, plan, x))
 
     def _time_on_cold_layers(self, case: Case, kernel: str) -> Timing:
-        from specla.bench import methods
-
         model, s = self._model, case.shape
         layer_bytes = 4 * case.num_rows * s.num_value_heads * s.value_dim * s.key_dim
         layers = graphs.cold_layers(layer_bytes, graphs.l2_bytes(model.device))
         problem = Problem(case, num_layers=layers, device=model.device, dtype=model.dtype)
-        build = {"walk": methods.exact, "closed": methods.fast}[kernel]
         pdl = torch.cuda.get_device_capability(model.device) >= (9, 0)
-        runner = build(pdl=pdl, with_prepare=False).build(problem)
-        return time_graph(runner.calls, parts=runner.parts, budget_s=self._budget)
+        calls = {"walk": _walks, "closed": _closed_forms}[kernel](problem, pdl)
+        return time_graph(calls, parts=layers, budget_s=self._budget)
 
     # ---- the drafter
 
@@ -225,10 +225,11 @@ class Profile:
 
     # ---- common
 
-    def _time(self, *calls: Step) -> Timing:
+    def _time(self, *calls: Step, patience: int = 1) -> Timing:
+        budget = patience * self._budget
         if self._on_gpu:
-            return time_graph(list(calls), parts=1, budget_s=self._budget)  # type: ignore[arg-type]
-        return _wall(calls, self._budget)
+            return time_graph(list(calls), parts=1, budget_s=budget)  # type: ignore[arg-type]
+        return _wall(calls, budget)
 
     def _rows(self, rows: int, history: int) -> RowArrays:
         """Live greedy rows, on the device."""
@@ -268,6 +269,30 @@ class Profile:
                 us=timing.us, p10=timing.p10, p90=timing.p90,
             )
         )  # fmt: skip
+
+
+def _walks(problem: Problem, pdl: bool) -> list[graphs.Call]:
+    """As a model launches them, that is for any tree, a chain too."""
+    from specla.bench.methods import Launch, bound
+    from specla.ops.gdn.triton import walk
+
+    launch, case = Launch.bind(problem, pdl=pdl), problem.case
+    for layer in problem.layers:
+        launch.prepare(layer)
+
+    def verify(layer: LayerState) -> None:
+        walk(
+            layer, problem.round, launch.workspace, shape=case.shape,
+            log_capacity=case.log_capacity, threshold=case.threshold, pdl=pdl,
+        )  # fmt: skip
+
+    return bound(problem.layers, [verify])
+
+
+def _closed_forms(problem: Problem, pdl: bool) -> list[graphs.Call]:
+    from specla.bench.methods import fast
+
+    return fast(pdl=pdl, with_prepare=False).build(problem).calls
 
 
 def _always(kernel: str) -> KernelChoice:
