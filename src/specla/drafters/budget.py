@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget: how much to draft and to verify in each round, or whether to draft at all.
+
+    ask      before drafting: most drafts per row that are worth asking for; 0 is plain decoding
+    choose   after it: the drafts worth verifying, over the whole batch (`drafters.choose`)
+    observe  after acceptance: what became of them
+
+Drafting is switched off where it does not pay, and looked at again from time to time. What that
+may cost is kept in two accounts of AR steps, into which every round pays the tokens that it
+emitted per row and from which it takes what it cost. While drafting is on, it goes on as long as
+there is `credit`. While it is off every round earns `ALLOWANCE`, and looking spends no more than
+that: in the long run at most this share of the time can be lost, whatever the text does and
+however wrong the estimates are. Gains are kept up to a limit only, so that a long good spell does
+not pay for a long bad one.
+
+Losslessness: every decision is made from earlier rounds and from this round's proposals, before
+the target has seen them. Acceptance draws each token from the target's own law at a position,
+with that position's own noise, and only then looks whether the tree has it: any tree gives the
+same text. Rules that judge by the drafter's law would not survive a choice of nodes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from specla.drafters.base import DraftRow, Observation
+from specla.drafters.choose import Choice, RoundCosts, best, break_even, kept, most_probable
+from specla.drafters.survival import PRIORS, Prior, Survival
+from specla.topology.tree import DraftTree
+
+# The accounts, in AR steps: credit at the start, at most, and to be switched on again with; what
+# is saved for looking, at most.
+START_CREDIT, MOST_CREDIT, RESUME_CREDIT = 8.0, 16.0, 2.0
+MOST_SAVED = 2.0
+ALLOWANCE = 0.015
+# Speed over plain decoding that a look must promise; below 1 on average drafting is switched off.
+SWITCH_ON = 1.05
+# Rounds that the average gain is taken over, and that the next call's size follows.
+WINDOW = 16
+# Rounds in a row whose proposals were all declined.
+MOST_DECLINED = 8
+# Asked for at least, and this many times what was last used.
+LEAST_ASKED, GROWTH = 4, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was decided for one round, and why.
+
+    reason: "pays", "declined" (proposals not worth their cost), "nothing" (nothing was proposed),
+        "probe" (drafting is off, and looked at), "off", or "fixed".
+    detail: in words, with the figures behind it.
+    proposed, expected: per row, drafts of the drafter; accepted drafts expected of those chosen.
+    nodes, depth: the round's, as its cost was looked up. speed: over plain decoding, expected.
+    """
+
+    reason: str
+    detail: str
+    proposed: tuple[int, ...]
+    expected: tuple[float, ...]
+    nodes: int
+    depth: int
+    speed: float
+
+
+class Budget:
+    """Of one engine and one drafter.
+
+    Args:
+        drafter: its name, for what its guesses are taken for at first.
+        max_nodes: of a tree.
+        costs: of rounds.
+        fixed: this many drafts per row in every round, the most probable ones; None: what pays.
+        prior: instead of the drafter's.
+    """
+
+    def __init__(
+        self,
+        drafter: str,
+        max_nodes: int,
+        costs: RoundCosts,
+        *,
+        fixed: int | None = None,
+        prior: Prior | None = None,
+    ) -> None:
+        self.fixed, self._max_nodes, self._costs = fixed, max_nodes, costs
+        self.survival = Survival(prior or PRIORS.get(drafter, Prior()))
+        self.on = True
+        self.credit, self.saved = START_CREDIT, 0.0
+        self.switches = 0
+        """How often drafting was switched on or off."""
+        self._gain = 0.5  # decayed mean of what rounds are expected to bring, in AR steps
+        self._declined = 0
+        self._used: deque[int] = deque([max_nodes], maxlen=WINDOW)
+        self._draft_us = 0.0  # of a call, measured here
+        self._asked = 0
+        self._spent = 1.0  # by the round that was chosen last, in AR steps
+        self._expected_gain = 0.0
+
+    # ---- before drafting
+
+    def ask(self, rows: Sequence[DraftRow]) -> list[DraftRow]:
+        """The rows with the most drafts that are worth asking for; none for any row: do not call
+        the drafter."""
+        self._asked = self._most(len(rows))
+        return [replace(row, max_drafts=min(row.max_drafts, self._asked)) for row in rows]
+
+    def _most(self, rows: int) -> int:
+        if self.fixed is not None:
+            return self.fixed
+        if self.on:
+            return min(self._max_nodes - 1, max(LEAST_ASKED, GROWTH * max(self._used)))
+        _, nodes = self._break_even(rows)
+        step = self._costs.round_us(rows, 1)
+        price = (self._costs.round_us(rows, nodes) + self._call_us(rows, nodes)) / step - 1
+        return nodes - 1 if self.saved >= price else 0
+
+    def _call_us(self, rows: int, nodes: int) -> float:
+        known = self._costs.draft_us(rows, nodes)
+        return self._draft_us if known is None else known
+
+    def _break_even(self, rows: int) -> tuple[float, int]:
+        return break_even(
+            self._costs, rows, self._max_nodes, draft_us=self._call_us(rows, self._max_nodes)
+        )
+
+    # ---- after drafting
+
+    def choose(
+        self, slots: Sequence[int], trees: Sequence[DraftTree], *, draft_us: float | None
+    ) -> tuple[list[DraftTree], Decision]:
+        """What to verify of the trees of these slots' rows.
+
+        Args:
+            draft_us: what the call took; None: the drafter was not called.
+        """
+        rows, call = len(trees), 0.0
+        if draft_us is not None:
+            self._draft_us += (draft_us - self._draft_us) / (WINDOW if self._draft_us else 1)
+            call = self._call_us(rows, self._asked + 1)
+        survival = [self.survival.path(t, slot) for t, slot in zip(trees, slots, strict=True)]
+        reason, choice = self._choice(trees, survival, call, called=draft_us is not None)
+        step = self._costs.round_us(rows, 1)
+        self._spent = (choice.us + call) / step
+        self._expected_gain = 1 + choice.expected / rows - self._spent
+        chosen = [kept(tree, keep) for tree, keep in zip(trees, choice.keep, strict=True)]
+        self._used.append(max(len(keep) for keep in choice.keep))
+        return chosen, Decision(
+            reason=reason,
+            detail=self._why(reason, choice, rows),
+            proposed=tuple(tree.num_drafts for tree in trees),
+            expected=tuple(
+                sum(a[node] for node in keep)
+                for a, keep in zip(survival, choice.keep, strict=True)
+            ),
+            nodes=choice.nodes,
+            depth=choice.depth,
+            speed=(1 + choice.expected / rows) / self._spent,
+        )
+
+    def _choice(
+        self,
+        trees: Sequence[DraftTree],
+        survival: Sequence[Sequence[float]],
+        call: float,
+        *,
+        called: bool,
+    ) -> tuple[str, Choice]:
+        if self.fixed is not None:
+            found = most_probable(trees, survival, self._costs, drafts=self.fixed)
+            return "fixed", found
+        found = best(trees, survival, self._costs, draft_us=call)
+        if not any(tree.num_drafts for tree in trees):
+            return "nothing" if called else "off", found
+        step = self._costs.round_us(len(trees), 1)
+        speed = (1 + found.expected / len(trees)) * step / (found.us + call)
+        if not self.on and speed >= SWITCH_ON and self.credit >= RESUME_CREDIT:
+            self._switch()
+        if not self.on:
+            drafts = self._asked
+            return "probe", most_probable(trees, survival, self._costs, drafts=drafts)
+        return ("pays" if any(found.keep) else "declined"), found
+
+    def _why(self, reason: str, choice: Choice, rows: int) -> str:
+        cost = (
+            f"{1 + choice.expected / rows:.2f} tokens per row expected of {self._spent:.2f} steps"
+        )
+        if reason in ("pays", "fixed"):
+            return f"{reason}: {choice.nodes} nodes, {cost}"
+        if reason == "nothing":
+            return "nothing: the drafter proposed none"
+        p, nodes = self._break_even(rows)
+        sign = ">" if p > self.survival.first else "<="
+        return f"{reason}: break-even p {p:.2f} {sign} {self.survival.first:.2f} ({nodes} nodes)"
+
+    # ---- after acceptance
+
+    def observe(self, seen: Sequence[Observation], reason: str) -> None:
+        """What became of the trees that `choose` has let through. reason: its decision's."""
+        for one in seen:
+            self.survival.observe(one.tree, one.path, len(one.emitted), one.slot)
+        if self.fixed is not None or not seen:
+            return
+        tokens = sum(len(one.emitted) for one in seen) / len(seen)
+        self._book(tokens - self._spent)
+        self._declined = self._declined + 1 if reason == "declined" else 0
+        self._gain += (self._expected_gain - self._gain) / WINDOW
+        lost = self.credit <= 0 or self._gain < 0 or self._declined >= MOST_DECLINED
+        if self.on and lost:
+            self._switch()
+
+    def _book(self, net: float) -> None:
+        if self.on:
+            self.credit = min(MOST_CREDIT, self.credit + net)
+        elif self.credit < RESUME_CREDIT and net >= 0:
+            self.credit += ALLOWANCE + net
+        else:
+            self.saved = min(MOST_SAVED, self.saved + ALLOWANCE + net)
+
+    def reset(self, slot: int) -> None:
+        """Forget a row (rule I6)."""
+        self.survival.reset(slot)
+
+    def _switch(self) -> None:
+        self.on = not self.on
+        self.switches += 1
+        self._declined, self._gain = 0, 0.5
+        # Whoever is switched on again starts small and grows.
+        self._used.append(LEAST_ASKED)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget in a world whose acceptance and costs are known: never much slower than plain
+decoding, and nearly as fast as the best fixed policy."""
+
+from __future__ import annotations
+
+import pytest
+from budget_world import Stairs, play
+
+from specla.drafters.base import DraftRow, Observation
+from specla.drafters.budget import ALLOWANCE, START_CREDIT, Budget
+from specla.topology.tree import DraftTree
+
+MAX_NODES = 16
+LIGHT = Stairs(fixed=900, each=10, draft=50)
+DEAR = Stairs(fixed=100, each=60, draft=30)
+RAGGED = Stairs(fixed=16, each=1, draft=1, padded=False)
+# By rows: rounds, and nodes of a tree.
+SIZES = {1: (800, 16), 8: (150, 16), 64: (60, 8)}
+
+
+def ideal(costs: Stairs, rows: int, p: float, nodes: int) -> float:
+    """Speed of always drafting chains of `nodes` - 1, over plain decoding."""
+    tokens = sum(p**i for i in range(nodes))
+    us = costs.round_us(rows, nodes) + ((costs.draft or 0.0) if nodes > 1 else 0.0)
+    return tokens * costs.round_us(rows, 1) / us
+
+
+def compare(costs: Stairs, rows: int, p: float) -> None:
+    rounds, most = SIZES[rows]
+    budget = Budget("x", most, costs)
+    played = play(budget, costs, lambda i, d: p, rows=rows, rounds=rounds, max_nodes=most)
+    assert played.speed >= 0.97
+    assert played.speed >= 0.95 * max(ideal(costs, rows, p, n) for n in range(1, most + 1))
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_close_to_the_best_fixed_policy(p: float, rows: int) -> None:
+    """... and so never slower than 0.97 of plain decoding, looks and learning included."""
+    compare(LIGHT, rows, p)
+
+
+@pytest.mark.parametrize("costs", [DEAR, RAGGED], ids=["dear", "ragged"])
+@pytest.mark.parametrize(("rows", "p"), [(1, 0.0), (1, 0.6), (8, 0.5), (8, 0.9), (64, 0.8)])
+def test_in_other_worlds_too(costs: Stairs, rows: int, p: float) -> None:
+    compare(costs, rows, p)
+
+
+def test_acceptance_that_falls_with_depth() -> None:
+    """Good guesses for two tokens and none after: two drafts, not fifteen."""
+    costs = Stairs(fixed=100, each=10, draft=5)
+    law = {1: 0.9, 2: 0.8}
+    played = play(Budget("x", MAX_NODES, costs), costs, lambda i, d: law.get(d, 0.05), rows=1,
+                  rounds=600)  # fmt: skip
+    late = played.nodes[200:]
+    assert sum(nodes in (2, 3, 4) for nodes in late) > 0.9 * len(late)
+
+
+def test_it_does_not_flap_at_the_break_even() -> None:
+    """Where drafting is worth what it costs, give or take nothing, it is not switched at every
+    round."""
+    for p in (0.45, 0.5, 0.55, 0.6):
+        budget = Budget("x", MAX_NODES, DEAR)
+        play(budget, DEAR, lambda i, d, p=p: p, rows=1, rounds=1000)
+        assert budget.switches <= 15
+
+
+def test_a_sudden_change_for_the_worse() -> None:
+    before = play(Budget("x", MAX_NODES, LIGHT), LIGHT, lambda i, d: 0.9, rows=1, rounds=300)
+    budget = Budget("x", MAX_NODES, LIGHT)
+    both = play(budget, LIGHT, lambda i, d: 0.9 * (i < 300), rows=1, rounds=1300)
+    steps, tokens = both.steps - before.steps, both.tokens - before.tokens
+    assert both.nodes[:300] == before.nodes
+    assert tokens >= 0.97 * steps
+    assert all(nodes <= 2 for nodes in both.nodes[450:])
+
+
+def test_a_sudden_change_for_the_better() -> None:
+    budget = Budget("x", MAX_NODES, LIGHT)
+    play(budget, LIGHT, lambda i, d: 0.0, rows=1, rounds=500)
+    assert not budget.on
+    after = play(budget, LIGHT, lambda i, d: 0.9, rows=1, rounds=500, seed=1)
+    assert budget.on
+    assert after.speed > 0.8 * ideal(LIGHT, 1, 0.9, MAX_NODES)
+
+
+def test_an_estimate_that_is_wrong_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However wrong the estimates are, the accounts bound what is lost."""
+    budget = Budget("x", MAX_NODES, LIGHT)
+    monkeypatch.setattr(
+        budget.survival, "path", lambda tree, slot: [0.9**depth for depth in tree.depths()]
+    )
+    played = play(budget, LIGHT, lambda i, d: 0.0, rows=4, rounds=800)
+    worst = 2.0  # the step that empties the account may cost that much beyond it
+    assert played.steps - played.tokens <= START_CREDIT + ALLOWANCE * 800 + worst
+    assert budget.switches > 2
+
+
+def test_looking_is_bounded_and_goes_on() -> None:
+    budget = Budget("x", MAX_NODES, LIGHT)
+    play(budget, LIGHT, lambda i, d: 0.0, rows=1, rounds=100)
+    later = play(budget, LIGHT, lambda i, d: 0.0, rows=1, rounds=1500)
+    looks = sum(nodes > 1 for nodes in later.nodes)
+    assert looks > 50
+    assert later.steps - later.tokens <= (ALLOWANCE + 0.001) * 1500
+
+
+def row(max_drafts: int = 15, slot: int = 1) -> DraftRow:
+    return DraftRow(slot=slot, tokens=(1,), num_prompt_tokens=1, max_drafts=max_drafts, seed=0)
+
+
+def test_a_row_is_never_asked_for_more_than_it_can_use() -> None:
+    asked = Budget("x", MAX_NODES, LIGHT).ask([row(0), row(2), row(15)])
+    assert [one.max_drafts for one in asked] == [0, 2, 15]
+
+
+def test_fixed_is_so_many_drafts_always() -> None:
+    budget = Budget("x", MAX_NODES, DEAR, fixed=3)
+    played = play(budget, DEAR, lambda i, d: 0.0, rows=2, rounds=50)
+    assert played.nodes == [4] * 50
+    assert (budget.switches, budget.on) == (0, True)
+
+
+def test_every_decision_says_why() -> None:
+    budget = Budget("x", MAX_NODES, DEAR)
+    chain = DraftTree.chain(1, range(2, 17))
+    reasons = {}
+    for _ in range(400):
+        (asked,) = budget.ask([row()])
+        drafts = asked.max_drafts
+        tree = DraftTree.chain(1, range(2, 2 + drafts))
+        call = 30.0 if drafts else None
+        (chosen,), decision = budget.choose([1], [tree], draft_us=call)
+        assert decision.proposed == (drafts,)
+        reasons[decision.reason] = decision.detail
+        seen = Observation(slot=1, tree=chosen, path=(0,), emitted=(9,))
+        budget.observe([seen], decision.reason)
+    assert {"off", "probe"} <= {*reasons} <= {"off", "probe", "pays", "declined"}
+    assert reasons["off"].startswith("off: break-even p 0.5")
+    (_,), decision = budget.choose([1], [DraftTree.root(1)], draft_us=30.0)
+    assert decision.detail == "nothing: the drafter proposed none"
+    assert chain.num_drafts == 15
+
+
+def test_the_same_history_gives_the_same_decisions() -> None:
+    runs = [
+        play(Budget("x", MAX_NODES, LIGHT), LIGHT, lambda i, d: 0.6, rows=3, rounds=100)
+        for _ in "ab"
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_drafting_that_costs_too_much_is_not_done() -> None:
+    """The same drafts pay or do not by the drafter's own cost."""
+    speed = {}
+    for draft in (10.0, 3000.0):
+        costs = Stairs(fixed=900, each=10, draft=draft)
+        budget = Budget("x", MAX_NODES, costs)
+        speed[draft] = play(budget, costs, lambda i, d: 0.5, rows=1, rounds=600)
+    assert speed[10.0].speed > 1.5
+    assert speed[3000.0].speed >= 0.97
+    assert sum(nodes == 1 for nodes in speed[3000.0].nodes) > 570
