@@ -56,6 +56,18 @@ def test_every_bucket_and_shape_is_measured_once(target: TargetModel) -> None:
     assert table.round_us(3, 3) > table.find("verify", 4, 4, kernel="reference").us
 
 
+def test_the_first_call_of_all_does_not_count(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    verify = target.verify
+    monkeypatch.setattr(target, "verify", lambda *args: calls.append(args) or verify(*args))
+    measuring = profile(target, max_batch=1, max_nodes=1)
+    list(measuring.run())
+    # Three passes, each with one verify that counts and one for its logits; one to warm up.
+    assert len(calls) == 3 * 2 + 1
+
+
 @pytest.mark.parametrize("capacity", [0, 16])
 def test_rows_have_pending_factors(target: TargetModel, capacity: int) -> None:
     measuring = profile(target, log_capacity=capacity)
@@ -65,13 +77,33 @@ def test_rows_have_pending_factors(target: TargetModel, capacity: int) -> None:
     assert [log.fold_due for log in logs] == [capacity == 0] * 2
 
 
-def test_wall_time_is_of_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("budget", "samples"), [(0.0, 1), (11e-6, 3)])
+def test_wall_time(monkeypatch: pytest.MonkeyPatch, budget: float, samples: int) -> None:
+    """The clock ticks when it is read; the call takes two ticks more."""
     clock, ran = count(), []
+
+    def call() -> None:
+        ran.append((next(clock), next(clock)))
+
     monkeypatch.setattr(module.time, "perf_counter", lambda: 1e-6 * next(clock))
-    timing = module._wall([lambda: ran.append(0), lambda: next(clock)], budget_s=0.0)
-    # One to warm up, three that count; the second call takes a tick.
-    assert len(ran) == 4
-    assert timing.us == pytest.approx(2.0)
+    assert module._wall(call, budget) == pytest.approx([3.0] * samples)
+    assert len(ran) == samples
+
+
+def test_passes_are_pooled(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size measured while the machine was slow is not the dearer for it."""
+    order: list[int] = []
+
+    def played(call: Callable[[], object], budget: float) -> list[float]:
+        order.append(len(order))
+        return [900.0 if len(order) <= 3 else 100.0]  # the first pass: verify, kernel, accept
+
+    monkeypatch.setattr(module, "_wall", played)
+    measuring = profile(target, max_batch=1, max_nodes=1)
+    assert list(measuring.run()) == [1, 2, 3]
+    assert len(order) == 9
+    verify = measuring.table().find("verify", 1, 1, kernel="reference")
+    assert (verify.us, verify.p90) == (100.0, pytest.approx(740.0))
 
 
 # ---- what only a GPU runs, in the interpreter

@@ -2,7 +2,8 @@
 """Measure a cost table: rounds and state kernels of one model on one device, by size.
 
 On a GPU a time is that of a graph's replays, as everywhere in `bench`; on a CPU it is wall time,
-planning included. Trees are a chain and a binary tree of each size, every row has the pending
+planning included, in several passes over all sizes: what slows a shared machine down for a while
+slows all of them. Trees are a chain and a binary tree of each size, every row has the pending
 factors of `bench.rounds`, and tokens are chosen greedily. Sizes are the buckets that an engine
 would run.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -27,7 +29,7 @@ from specla.drafters.base import DeviceDrafter, Drafter
 from specla.engine.cost import Cost, CostTable, Identity, Part
 from specla.engine.engine import Engine
 from specla.models.base import KernelChoice, TargetModel
-from specla.ops.contract import DevicePlan, DeviceRound, LayerState, RowArrays
+from specla.ops.contract import DevicePlan, DeviceRound, LayerState, RoundPlan, RowArrays
 from specla.ops.gdn import reference
 from specla.request import Request, SamplingParams
 from specla.sampling.accept import RowLaw, accept
@@ -39,9 +41,11 @@ from specla.topology.tree import DraftTree
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 20, ignore_eos=True)
 HISTORY = 512
 """Tokens a drafter can look back on while it is timed."""
-LEAST = 3
+PASSES = 3
 PLAIN_PATIENCE = 5
 Step = Callable[[], object]
+# What a measurement came to: on a GPU a summary, on a CPU microseconds of each call so far.
+Found = Timing | list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,24 +93,42 @@ class Profile:
         self._sizes = [Size(rows=b, parents=p) for b in self._batches for p in self._trees()]
         self._state = self._new_state(self._batches[-1])
         self._slots = [self._state.acquire() for _ in range(self._batches[-1])]
-        self.measured: list[Cost] = []
+        self._passes = 1 if self._on_gpu else PASSES
+        self._cold = True  # nothing has been run yet, a first call does not count
+        self._problems: dict[Size, tuple[LayerState, RoundPlan, reference.Inputs]] = {}
+        self._found: dict[tuple[Part, int, int, int, str], Found] = {}
 
     def __len__(self) -> int:
-        """Sizes and drafts, the steps of `run`."""
-        return len(self._sizes) + (len(self._batches) if self._drafter else 0)
+        """Sizes of every pass, and drafts: the steps of `run`."""
+        return self._passes * len(self._sizes) + (len(self._batches) if self._drafter else 0)
 
     def run(self) -> Iterator[int]:
         """Measure. Yields how many steps are done."""
-        for done, size in enumerate(self._sizes, 1):
-            self._measure(size)
-            yield done
-        for done, rows in enumerate(self._batches if self._drafter else (), 1 + len(self._sizes)):
-            self._add("draft", rows, self._nodes, self._nodes - 1, self._time_draft(rows))
+        steps = [partial(self._measure, size) for size in self._sizes] * self._passes
+        if self._drafter:
+            steps += [partial(self._measure_draft, rows) for rows in self._batches]
+        for done, step in enumerate(steps, 1):
+            self._cold = done <= len(self._sizes)
+            step()
             yield done
 
     def table(self) -> CostTable:
         """What was measured."""
         return CostTable(Identity.of(self._model), self.measured)
+
+    @property
+    def measured(self) -> list[Cost]:
+        """One cost per measurement."""
+        return [self._cost(*key, found) for key, found in self._found.items()]
+
+    def _cost(
+        self, part: Part, rows: int, nodes: int, depth: int, kernel: str, found: Found
+    ) -> Cost:
+        timing = _timing(found) if isinstance(found, list) else found
+        return Cost(
+            part=part, rows=rows, nodes=nodes, depth=depth, kernel=kernel, mode=self._mode,
+            us=timing.us, p10=timing.p10, p90=timing.p90,
+        )  # fmt: skip
 
     # ---- the target
 
@@ -139,7 +161,7 @@ class Profile:
             return lambda: self._model.verify(plan, self._state)
         return lambda: self._model.verify(self._state.begin(slots, trees), self._state)
 
-    def _time_accept(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> Timing:
+    def _time_accept(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> Found:
         plan = self._state.begin(slots, trees)
         logits = self._model.verify(plan, self._state)
         if isinstance(plan, DevicePlan):
@@ -165,7 +187,7 @@ class Profile:
             lambda: accept_on_device(choices, arrays, rnd, words, fold_threshold=threshold),
         ]
 
-    def _time_kernel(self, size: Size, kernel: str) -> Timing:
+    def _time_kernel(self, size: Size, kernel: str) -> Found:
         """One layer's state kernel, over states that are in no cache on a GPU."""
         model, shape = self._model, self._model.info.recurrent
         log = Log(self._log_capacity, self._nodes, self._log_capacity)
@@ -177,8 +199,10 @@ class Profile:
         )  # fmt: skip
         if self._on_gpu:
             return self._time_on_cold_layers(case, kernel)
-        problem = Problem(case, num_layers=1, device=model.device, dtype=model.dtype)
-        layer, plan, x = problem.layers[0], problem.plan(), problem.truth.x
+        if size not in self._problems:
+            problem = Problem(case, num_layers=1, device=model.device, dtype=model.dtype)
+            self._problems[size] = problem.layers[0], problem.plan(), problem.truth.x
+        layer, plan, x = self._problems[size]
         return self._time(lambda: reference.verify(layer, plan, x))
 
     def _time_on_cold_layers(self, case: Case, kernel: str) -> Timing:
@@ -192,7 +216,12 @@ class Profile:
 
     # ---- the drafter
 
-    def _time_draft(self, rows: int) -> Timing:
+    def _measure_draft(self, rows: int) -> None:
+        assert self._drafter is not None
+        found, name = self._time_draft(rows), self._drafter.info.name
+        self._add("draft", rows, self._nodes, self._nodes - 1, found, name)
+
+    def _time_draft(self, rows: int) -> Found:
         drafter: object = self._drafter
         if not (self._on_gpu and isinstance(drafter, DeviceDrafter)):
             return self._time_host_draft(rows)
@@ -200,7 +229,7 @@ class Profile:
         rnd.num_nodes.fill_(1)
         return self._time(lambda: drafter.launch(arrays, rnd))
 
-    def _time_host_draft(self, rows: int) -> Timing:
+    def _time_host_draft(self, rows: int) -> Found:
         """In an engine of its own, which is what hands a drafter its rows."""
         assert self._drafter is not None
         engine = Engine(
@@ -215,21 +244,24 @@ class Profile:
         engine.step()  # prefills
         samples: list[float] = []
         until = time.perf_counter() + 4 * self._budget
-        while len(samples) < LEAST or time.perf_counter() < until:
+        while len(samples) < PASSES or time.perf_counter() < until:
             before = engine.stats.seconds["draft"]
             engine.step()
             samples.append(1e6 * (engine.stats.seconds["draft"] - before))
         for row in range(rows):
             engine.abort(str(row))
-        return _timing(samples)
+        return samples
 
     # ---- common
 
-    def _time(self, *calls: Step, patience: int = 1) -> Timing:
-        budget = patience * self._budget
+    def _time(self, *calls: Step, patience: int = 1) -> Found:
+        budget = patience * self._budget / self._passes
         if self._on_gpu:
             return time_graph(list(calls), parts=1, budget_s=budget)  # type: ignore[arg-type]
-        return _wall(calls, budget)
+        (call,) = calls
+        if self._cold:
+            call()
+        return _wall(call, budget)
 
     def _rows(self, rows: int, history: int) -> RowArrays:
         """Live greedy rows, on the device."""
@@ -259,16 +291,13 @@ class Profile:
         )
 
     def _add(
-        self, part: Part, rows: int, nodes: int, depth: int, timing: Timing, kernel: str = ""
+        self, part: Part, rows: int, nodes: int, depth: int, found: Found, kernel: str = ""
     ) -> None:
-        if part == "draft" and self._drafter is not None:
-            kernel = self._drafter.info.name
-        self.measured.append(
-            Cost(
-                part=part, rows=rows, nodes=nodes, depth=depth, kernel=kernel, mode=self._mode,
-                us=timing.us, p10=timing.p10, p90=timing.p90,
-            )
-        )  # fmt: skip
+        key = part, rows, nodes, depth, kernel
+        before = self._found.get(key)
+        if isinstance(found, list) and isinstance(before, list):
+            found = before + found
+        self._found[key] = found
 
 
 def _walks(problem: Problem, pdl: bool) -> list[graphs.Call]:
@@ -311,17 +340,15 @@ def _law() -> RowLaw:
     )  # fmt: skip
 
 
-def _wall(calls: Sequence[Step], budget_s: float) -> Timing:
-    """Wall time of the calls, one after another; once to warm up, then until the budget is
-    spent."""
+def _wall(call: Step, budget_s: float) -> list[float]:
+    """Wall time of each call, microseconds, until the budget is spent; once at least."""
     samples: list[float] = []
     until = time.perf_counter() + budget_s
-    while len(samples) <= LEAST or time.perf_counter() < until:
+    while not samples or time.perf_counter() < until:
         start = time.perf_counter()
-        for call in calls:
-            call()
+        call()
         samples.append(1e6 * (time.perf_counter() - start))
-    return _timing(samples[1:])
+    return samples
 
 
 def _timing(samples: Sequence[float]) -> Timing:
