@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`prepare` and `walk` against the torch reference over rounds with trees, pending logs and
 folds, in Triton's interpreter. What nobody wrote is NaN. On a GPU every pair of tilings gives
-the same bits, and so does a node alone (marked gpu)."""
+the same bits, and so do a node alone and the kernel of `ops.gdn.triton_stream` (marked gpu)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
 from specla.ops.gdn import triton as kernels
+from specla.ops.gdn.triton_stream import StreamTile
 from specla.ops.walk import compile_walks
 
 NAN = float("nan")
@@ -80,7 +81,8 @@ def by_kernels(
     y: Tensor,
     w: Layer,
     shape: RecurrentShape,
-    tile: kernels.Tile,
+    tile: kernels.Tile | StreamTile,
+    branching: bool = True,
 ) -> Tensor:
     rows = rnd.tokens.numel()
     workspace = kernels.Workspace.allocate(shape, rows, y.dtype, y.device)
@@ -106,6 +108,7 @@ def by_kernels(
         log_capacity=capacity,
         threshold=state.fold_threshold,
         tile=tile,
+        branching=branching,
     )
     assert not workspace.arrivals.any()
     return workspace.o
@@ -184,8 +187,33 @@ def test_tilings_give_the_same_bits(name: str) -> None:
             assert all(map(torch.equal, first, results)), (parts, tile)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_SHAPES)
+def test_the_stream_kernel_gives_the_same_bits(name: str) -> None:
+    """Every number of rows a lane can have; checkpoints in both places; parts; ragged trees;
+    chains without a checkpoint."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the stream kernel is for compute capability 9.0")
+    shape = GPU_SHAPES[name]
+    side_by_side = 32 // kernels.lanes_for(shape.key_dim)
+    tiles = [StreamTile(4 * side_by_side * rows, 4, rows == 2) for rows in (1, 2, 4)]
+    tiles += [StreamTile(8 * side_by_side, 4, registers=168)]
+    trees = [random_parents(i, count, 1 + i) for i, count in enumerate((16, 16, 11, 1))]
+    chains: list[tuple[int, ...]] = [tuple(range(-1, count - 1)) for count in (16, 13, 1, 16)]
+    for rounds, branching in ((trees, True), (chains, False)):
+        want = _on_gpu(shape, rounds, kernels.Tile(8, 1), 1)
+        for parts in (1, 2, 8):
+            for tile in tiles:
+                got = _on_gpu(shape, rounds, tile, parts, branching)
+                assert all(map(torch.equal, want, got)), (parts, tile, branching)
+
+
 def _on_gpu(
-    shape: RecurrentShape, trees: list[tuple[int, ...]], tile: kernels.Tile, parts: int
+    shape: RecurrentShape,
+    trees: list[tuple[int, ...]],
+    tile: kernels.Tile | StreamTile,
+    parts: int,
+    branching: bool = True,
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     state = State(shape, num_slots=4, max_nodes=16, log_capacity=8, device="cuda")
@@ -199,12 +227,13 @@ def _on_gpu(
     w = Layer(shape, generator)
     for name in ("conv", "A", "dt_bias"):
         setattr(w, name, getattr(w, name).cuda())
-    rnd = state.begin(slots, [DraftTree(tuple(range(16)), p) for p in trees]).round  # type: ignore[union-attr]
+    rnd = state.begin(slots, [DraftTree(tuple(range(len(p))), p) for p in trees]).round  # type: ignore[union-attr]
     rnd = rnd._replace(walk=rnd.walk.new_zeros(4, parts, rnd.walk.shape[2]))
     compile_walks(rnd)
     columns = shape.conv_channels + 2 * shape.num_value_heads
     y = torch.randn(64, columns, generator=generator).cuda()
-    o = by_kernels(state, rnd, y, w, shape, tile)
+    o = by_kernels(state, rnd, y, w, shape, tile, branching)
+    o = torch.cat([part[: len(p)] for part, p in zip(o.view(4, 16, -1), trees, strict=True)])
     return [o, layer.S, *layer.factors]
 
 

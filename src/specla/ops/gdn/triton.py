@@ -28,6 +28,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
+from specla.ops.gdn import triton_stream as stream
 from specla.ops.gdn.triton_prepare import FORWARD, Span, Workspace, overlap, prepare
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
 
@@ -65,7 +66,7 @@ def walk(
     shape: RecurrentShape,
     log_capacity: int,
     threshold: int,
-    tile: Tile | None = None,
+    tile: Tile | stream.StreamTile | None = None,
     branching: bool = True,
     pdl: bool = False,
 ) -> None:
@@ -75,7 +76,8 @@ def walk(
     factors to the ring), then walks `rnd.walk`: outputs to workspace.o, u to the write bank.
 
     Args:
-        tile: rows of V per program and warps; None chooses by the round's size.
+        tile: rows of V per program and warps; None chooses by the round's size. A `StreamTile`
+            asks for `ops.gdn.triton_stream`'s kernel: Hopper only, where it `fits`.
         branching: False where every tree is a chain: no checkpoint is kept. Up to two nodes
             always are one.
     """
@@ -83,9 +85,9 @@ def walk(
     branching = branching and num_nodes > 2
     s = shape
     parts = rnd.walk.shape[1]
-    rows, warps = tile or tile_for(s, num_rows * parts, branching=branching)
-    tiles = s.value_dim // rows
-    _walk_kernel[(tiles * s.num_value_heads, num_rows, parts)](
+    tile = tile or tile_for(s, num_rows * parts, branching=branching)
+    grid = (s.value_dim // tile.rows * s.num_value_heads, num_rows, parts)
+    arguments = (
         layer.S,
         layer.factors.k,
         layer.factors.u,
@@ -108,18 +110,27 @@ def walk(
         log_capacity,
         rnd.walk.shape[2],
         threshold,
-        H=s.num_key_heads,
-        G=s.num_value_heads,
-        K=s.key_dim,
-        V=s.value_dim,
-        TILE=rows,
-        LANES=lanes_for(s.key_dim),
-        PARTS=parts,
-        BRANCHING=branching,
-        PDL=pdl,
-        WARPS=warps,
+    )
+    meta = {
+        "H": s.num_key_heads,
+        "G": s.num_value_heads,
+        "K": s.key_dim,
+        "V": s.value_dim,
+        "LANES": lanes_for(s.key_dim),
+        "PARTS": parts,
+        "BRANCHING": branching,
+        "PDL": pdl,
+    }
+    if isinstance(tile, stream.StreamTile):
+        stream.launch(grid, arguments, meta, tile, num_nodes)
+        return
+    _walk_kernel[grid](
+        *arguments,
+        **meta,
+        TILE=tile.rows,
+        WARPS=tile.warps,
         FORWARD=FORWARD,
-        num_warps=warps,
+        num_warps=tile.warps,
         **overlap(pdl),
     )
 
