@@ -163,6 +163,25 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetReport:
+    """What the budget decided, over the rounds of one request.
+
+    policy: "auto", or a number of drafts. proposed: drafts of the drafter; chosen: those that
+    were verified; expected: how many of them were expected to be accepted. reasons: rounds by why
+    ("pays", "declined", "nothing", "probe", "off", "fixed"); shapes: rounds by what was verified
+    ("none", "chain", "tree"); last: the latest decision with its figures.
+    """
+
+    policy: str
+    proposed: int
+    chosen: int
+    expected: float
+    reasons: Mapping[str, int]
+    shapes: Mapping[str, int]
+    last: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationReport:
     """What ran and what it brought, for one request.
 
@@ -170,7 +189,7 @@ class SpeculationReport:
     on committed paths; `acceptance_by_depth[d]` is the fraction of rounds that offered a draft
     at depth d + 1 in which that depth was accepted. `fallback` is None or says why a round ran
     otherwise than asked. `kernels`: rounds by the state kernel that verified them; `costs`: what
-    it was chosen by, "measured" (a cost table) or "default".
+    it was chosen by, "measured" (a cost table) or "default". `budget`: None where there is none.
     """
 
     drafter: str
@@ -184,6 +203,7 @@ class SpeculationReport:
     fallback: str | None = None
     kernels: Mapping[str, int] = field(default_factory=dict)
     costs: str = "default"
+    budget: BudgetReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

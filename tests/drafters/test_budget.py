@@ -139,7 +139,7 @@ def test_every_decision_says_why() -> None:
     assert {"off", "probe"} <= {*reasons} <= {"off", "probe", "pays", "declined"}
     assert reasons["off"].startswith("off: break-even p 0.5")
     (_,), decision = budget.choose([1], [DraftTree.root(1)], draft_us=30.0)
-    assert decision.detail == "nothing: the drafter proposed none"
+    assert decision.detail == "nothing: no drafts were proposed"
     assert chain.num_drafts == 15
 
 

@@ -92,6 +92,7 @@ def make_engine(
     fold: int | None = None,
     chunk: int = 64,
     tokenizer: object = None,
+    budget: str = "off",
 ) -> Engine:
     """An engine on the target; no drafter means plain decoding."""
     return Engine(
@@ -108,6 +109,7 @@ def make_engine(
         mode="exact",
         prefill_chunk=chunk,
         tokenizer=tokenizer or Letters(),  # type: ignore[arg-type]
+        budget=budget,
     )
 
 

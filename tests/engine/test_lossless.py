@@ -37,10 +37,10 @@ class Reference:
     requests: list[Request]
     completions: dict[str, Completion]
 
-    def run(self, model: TargetModel, name: str, **sizes: int) -> Run:
+    def run(self, model: TargetModel, name: str, *, budget: str = "off", **sizes: int) -> Run:
         """The same requests with a drafter; asserts that nothing else differs."""
         truth = truth_of(self.requests, self.completions)
-        run = drive(make_engine(model, build(name, truth), **sizes), self.requests)
+        run = drive(make_engine(model, build(name, truth), budget=budget, **sizes), self.requests)
         assert run.outcomes() == {n: outcome(c) for n, c in self.completions.items()}
         return run
 
@@ -81,6 +81,26 @@ def test_batch_equals_plain(target: TargetModel, reference: Reference, name: str
 @pytest.mark.parametrize("name", EVERY)
 def test_alone_equals_plain(target: TargetModel, short: Reference, name: str) -> None:
     short.run(target, name, slots=1, nodes=16, log=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [*((name, "auto") for name in EVERY), ("random-tree", "2"), ("suffix", "2")],
+)
+def test_a_budget_changes_nothing(
+    target: TargetModel, short: Reference, name: str, policy: str
+) -> None:
+    """Whatever it drafts, drops and looks at; and every round says why."""
+    run = short.run(target, name, budget=policy, slots=4, nodes=8, log=3)
+    for one in run.completions.values():
+        s = one.speculation
+        if name == "none":
+            assert s.budget is None
+            continue
+        assert s.budget is not None
+        assert sum(s.budget.reasons.values()) == sum(s.budget.shapes.values()) == s.rounds
+        assert s.drafted <= s.budget.chosen <= s.budget.proposed
+        assert s.budget.chosen <= (7 if policy == "auto" else 2) * s.rounds
 
 
 @pytest.mark.parametrize(
@@ -180,10 +200,11 @@ def histories(target: TargetModel) -> list[tuple[Request, dict[int, States], Com
 
 
 @pytest.mark.parametrize(
-    ("name", "log"),
+    ("name", "log", "budget"),
     [
-        *((name, (0, 3, 16)[i % 3]) for i, name in enumerate(EVERY)),
-        *(("scripted-tree", log) for log in (0, 3)),
+        *((name, (0, 3, 16)[i % 3], "off") for i, name in enumerate(EVERY)),
+        *(("scripted-tree", log, "off") for log in (0, 3)),
+        *((name, 3, "auto") for name in ("adversarial", "random-tree", "scripted-tree")),
     ],
 )
 def test_state_equals_plain_state(
@@ -191,6 +212,7 @@ def test_state_equals_plain_state(
     histories: list[tuple[Request, dict[int, States], Completion]],
     name: str,
     log: int,
+    budget: str,
 ) -> None:
     """After every step, the folded state of every row has the bits of a fresh engine's that
     decoded the same tokens one by one."""
@@ -207,7 +229,8 @@ def test_state_equals_plain_state(
                 assert same_state(engine.state.committed_state(row.slot), want[name][committed])
                 compared += 1
 
-    drive(make_engine(target, build(name, truth), slots=3, nodes=6, log=log), requests, compare)
+    engine = make_engine(target, build(name, truth), slots=3, nodes=6, log=log, budget=budget)
+    drive(engine, requests, compare)
     assert compared >= len(requests)
 
 

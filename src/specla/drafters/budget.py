@@ -94,7 +94,7 @@ class Budget:
         self._gain = 0.5  # decayed mean of what rounds are expected to bring, in AR steps
         self._declined = 0
         self._used: deque[int] = deque([max_nodes], maxlen=WINDOW)
-        self._draft_us = 0.0  # of a call, measured here
+        self._calls: dict[int, float] = {}  # microseconds of a call, by what was asked for
         self._asked = 0
         self._spent = 1.0  # by the round that was chosen last, in AR steps
         self._expected_gain = 0.0
@@ -118,8 +118,16 @@ class Budget:
         return nodes - 1 if self.saved >= price else 0
 
     def _call_us(self, rows: int, nodes: int) -> float:
-        known = self._costs.draft_us(rows, nodes)
-        return self._draft_us if known is None else known
+        """Of a call for so many nodes: as measured here, then as the costs have it."""
+        larger = [asked for asked in self._calls if asked >= nodes - 1]
+        if larger or self._calls:
+            return self._calls[min(larger) if larger else max(self._calls)]
+        return self._costs.draft_us(rows, nodes) or 0.0
+
+    def _called(self, us: float) -> None:
+        """A call took so long. One that was interrupted counts as four times the usual."""
+        before = self._calls.get(self._asked) or us
+        self._calls[self._asked] = before + (min(us, 4 * before) - before) / WINDOW
 
     def _break_even(self, rows: int) -> tuple[float, int]:
         return break_even(
@@ -138,7 +146,7 @@ class Budget:
         """
         rows, call = len(trees), 0.0
         if draft_us is not None:
-            self._draft_us += (draft_us - self._draft_us) / (WINDOW if self._draft_us else 1)
+            self._called(draft_us)
             call = self._call_us(rows, self._asked + 1)
         survival = [self.survival.path(t, slot) for t, slot in zip(trees, slots, strict=True)]
         reason, choice = self._choice(trees, survival, call, called=draft_us is not None)
@@ -173,7 +181,7 @@ class Budget:
             return "fixed", found
         found = best(trees, survival, self._costs, draft_us=call)
         if not any(tree.num_drafts for tree in trees):
-            return "nothing" if called else "off", found
+            return "nothing" if called or self.on else "off", found
         step = self._costs.round_us(len(trees), 1)
         speed = (1 + found.expected / len(trees)) * step / (found.us + call)
         if not self.on and speed >= SWITCH_ON and self.credit >= RESUME_CREDIT:
@@ -190,7 +198,7 @@ class Budget:
         if reason in ("pays", "fixed"):
             return f"{reason}: {choice.nodes} nodes, {cost}"
         if reason == "nothing":
-            return "nothing: the drafter proposed none"
+            return "nothing: no drafts were proposed"
         p, nodes = self._break_even(rows)
         sign = ">" if p > self.survival.first else "<="
         return f"{reason}: break-even p {p:.2f} {sign} {self.survival.first:.2f} ({nodes} nodes)"

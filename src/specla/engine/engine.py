@@ -19,8 +19,10 @@ from specla.config import CHEAPEST
 from specla.drafters.base import Drafter, FeatureDrafter, Observation
 from specla.engine.cost import CostTable
 from specla.engine.kernels import Kernels
+from specla.engine.prices import Prices
 from specla.engine.running import NO_TOKEN, NOTHING_TO_DRAW, Running
 from specla.engine.scheduler import Scheduler, request_fits
+from specla.engine.spending import OFF, Spending
 from specla.engine.stats import EngineStats
 from specla.engine.text import Decoder
 from specla.errors import InvalidTree
@@ -48,6 +50,7 @@ class Engine:
         end_token_ids: what ends a request unless it ignores them; None means the model's.
         kernel: what verifies: one of `model.kernels(mode)`, or "cheapest".
         costs: measured costs to choose by; None: the model's defaults.
+        budget: "auto": draft what pays; a number: so many drafts per row; "off": all there are.
     """
 
     def __init__(
@@ -62,16 +65,18 @@ class Engine:
         end_token_ids: Sequence[int] | None = None,
         kernel: str = CHEAPEST,
         costs: CostTable | None = None,
+        budget: str = OFF,
     ) -> None:
         self.model, self.state = model, state
         self.mode, self._chunk, self._tokenizer = mode, prefill_chunk, tokenizer
         self._ends = model.info.eos_token_ids if end_token_ids is None else end_token_ids
+        self._budget = budget
+        self.stats = EngineStats()
+        self.kernels = Kernels(model, mode, kernel=kernel, costs=costs)
         self.use(drafter)
         self.scheduler = Scheduler(state)
-        self.kernels = Kernels(model, mode, kernel=kernel, costs=costs)
         # Refused here rather than in the middle of a round.
         self.kernels.of(state.pool.num_slots, state.max_nodes)
-        self.stats = EngineStats()
         self._graphs: GraphRounds | None = None
         self._size = (1, 1)  # rows and nodes of the last round without a GPU
         if state.device.type == "cuda":
@@ -96,6 +101,19 @@ class Engine:
                 exact=self.mode == "exact",
             )
             self._features = Features(drafter.feature_layers)
+        self.spending = self._new_spending()
+
+    def _new_spending(self) -> Spending | None:
+        if self._budget == OFF or not self.drafter.info.max_depth:
+            return None
+        device = self.state.device.type
+        self.stats.decisions.policy = self._budget
+        prices = Prices(
+            self.kernels, mode=self.mode, device=device, drafter=self.drafter.info.name
+        )
+        return Spending(
+            self._budget, self.drafter, self.state.max_nodes, prices, self.stats.decisions
+        )
 
     def capture(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: make the graphs of every round size now. tick: (done, in all)."""
@@ -170,6 +188,7 @@ class Engine:
 
     def _round(self, rows: Sequence[Running]) -> list[Verdict]:
         phase, slots = self.stats.phase, [row.slot for row in rows]
+        before = self.stats.round_seconds
         with phase("draft"):
             trees = self._draft(rows)
         with phase("verify"):
@@ -185,6 +204,9 @@ class Engine:
             ]
             self.drafter.observe(seen)
             self._feed(seen, dict(zip(slots, offsets, strict=False)))
+            if self.spending is not None:
+                us = 1e6 * (self.stats.round_seconds - before)
+                self.spending.observe(seen, dict(zip(slots, rows, strict=True)), us)
         return verdicts
 
     def _feed(self, seen: Sequence[Observation], starts: Mapping[int, int]) -> None:
@@ -256,7 +278,8 @@ class Engine:
 
     def _draft(self, rows: Sequence[Running]) -> list[DraftTree]:
         """The drafter's trees. A wrong guess is free, a wrong node 0 would be another text."""
-        trees = self.drafter.draft([row.draft_row(self.state.max_nodes) for row in rows])
+        asked = [row.draft_row(self.state.max_nodes) for row in rows]
+        trees = (self.spending or self.drafter).draft(asked)
         vocab_size = self.model.info.vocab_size
         for row, tree in zip(rows, trees, strict=True):
             if tree.tokens[0] != row.tokens[-1]:
@@ -271,6 +294,8 @@ class Engine:
                     f"{self.drafter.info.name}",
                     node=tree.tokens.index(top),
                 )
+        if self.spending is not None:
+            return self.spending.choose([row.slot for row in rows], trees)
         return trees
 
     def _prefill(self) -> None:
@@ -309,6 +334,8 @@ class Engine:
     def _free(self, row: Running) -> None:
         if row.slot:
             self.drafter.reset(row.slot)
+            if self.spending is not None:
+                self.spending.reset(row.slot)
         self.scheduler.remove(row)
         reason = row.finish_reason or "abort"
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1

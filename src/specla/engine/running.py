@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from specla.drafters.base import DraftRow
-from specla.engine.stats import Acceptance
+from specla.engine.stats import Acceptance, Decisions
 from specla.engine.text import Decoder, TextDelta, TextStream
 from specla.errors import RequestRejected
 from specla.request import (
@@ -58,6 +58,7 @@ class Running:
     slot: int = 0
     num_prefilled: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
+    decisions: Decisions | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -234,6 +235,7 @@ class Running:
                 acceptance_histogram=tuple(a.histogram),
                 kernels=dict(a.kernels),
                 costs=costs,
+                budget=None if self.decisions is None else self.decisions.report(),
             ),
             timing=Timing(
                 prefill_s=self.seconds["prefill"],

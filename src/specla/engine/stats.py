@@ -5,6 +5,7 @@ Identities that always hold, per request and in total (tests check them on every
 
     sum(histogram) == rounds      sum(i * histogram[i]) == accepted
     sum(kernels.values()) == rounds
+    with a budget, sum(reasons.values()) == sum(shapes.values()) == rounds
     emitted == rounds + accepted - rounds whose path was cut by an end
 
 A stop string is seen after the commit: it shortens the completion, not these counts. A row with
@@ -17,6 +18,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from specla.drafters.budget import Decision
+from specla.request import BudgetReport
+from specla.topology.tree import DraftTree
 
 PHASES = ("prefill", "draft", "verify", "accept", "commit")
 
@@ -66,11 +71,52 @@ def _grow(counts: list[int], length: int) -> list[int]:
     return counts
 
 
+@dataclass(slots=True)
+class Decisions:
+    """What a budget decided, over rounds of rows. policy: "auto", "off" or a number of drafts.
+
+    proposed, chosen: drafts of the drafter, and those that were verified. expected: of these, how
+    many were expected to be accepted. reasons: rounds by `Decision.reason`; shapes: by "none",
+    "chain" or "tree". last: the latest decision in words.
+    """
+
+    policy: str = "off"
+    proposed: int = 0
+    chosen: int = 0
+    expected: float = 0.0
+    reasons: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, int] = field(default_factory=dict)
+    last: str = ""
+
+    def add(self, decision: Decision, place: int, chosen: DraftTree) -> None:
+        """Count one round of the row at `place`, of which `chosen` was verified."""
+        shape = "none" if not chosen.num_drafts else "chain" if chosen.is_chain else "tree"
+        self.proposed += decision.proposed[place]
+        self.chosen += chosen.num_drafts
+        self.expected += decision.expected[place]
+        self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
+        self.shapes[shape] = self.shapes.get(shape, 0) + 1
+        self.last = decision.detail
+
+    def report(self) -> BudgetReport:
+        """As results have it."""
+        return BudgetReport(
+            policy=self.policy,
+            proposed=self.proposed,
+            chosen=self.chosen,
+            expected=self.expected,
+            reasons=dict(self.reasons),
+            shapes=dict(self.shapes),
+            last=self.last,
+        )
+
+
 class EngineStats:
     """Totals of one engine since it was made."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
+        self.decisions = Decisions()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.prefill_tokens = 0
         self.steps = 0
@@ -85,9 +131,14 @@ class EngineStats:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
+    @property
+    def round_seconds(self) -> float:
+        """Of verifying and accepting, so far."""
+        return self.seconds["verify"] + self.seconds["accept"]
+
     def summary(self) -> dict[str, object]:
         """One flat record, plain values."""
-        a = self.acceptance
+        a, d = self.acceptance, self.decisions
         return {
             **{f"{name}_s": seconds for name, seconds in self.seconds.items()},
             "steps": self.steps,
@@ -99,6 +150,12 @@ class EngineStats:
             "acceptance_by_depth": a.by_depth,
             "acceptance_histogram": tuple(a.histogram),
             "kernels": dict(a.kernels),
+            "drafts_proposed": d.proposed,
+            "drafts_chosen": d.chosen,
+            "accepted_expected": d.expected,
+            "budget": d.policy,
+            "budget_rounds": dict(d.reasons),
+            "budget_shapes": dict(d.shapes),
             "prefill_tokens": self.prefill_tokens,
             "finished": dict(self.finished),
         }

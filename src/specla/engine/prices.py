@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prices: what rounds of one engine cost, for the budget (`drafters.choose.RoundCosts`).
+
+With a cost table they are the measured ones. Without, they are a guess that is good enough to
+switch off what does not pay: a round costs `FIXED` nodes for reading the weights and one for every
+node, and how long that takes is learned from the rounds themselves. FIXED is what the demo model
+on one CPU thread and GDN-1.3B on an H200 came to (docs/guide/budget.md).
+"""
+
+from __future__ import annotations
+
+from specla.config import Mode
+from specla.engine.cost import CostTable
+from specla.engine.kernels import Kernels
+from specla.errors import ConfigError
+from specla.state.rounds import bucket
+
+FIXED = {"cpu": 16.0, "cuda": 90.0}
+# Rounds that the time of a node is averaged over.
+WINDOW = 16
+
+
+class Prices:
+    """Args:
+    kernels: which kernel verifies, and the table.
+    device: "cpu", where rows cost their own nodes, or "cuda", where they are padded.
+    drafter: its name in the table.
+    """
+
+    def __init__(self, kernels: Kernels, *, mode: Mode | str, device: str, drafter: str) -> None:
+        self.padded = device == "cuda"
+        self._table: CostTable | None = kernels.costs
+        self._kernels, self._mode, self._drafter = kernels, mode, drafter
+        self._fixed = FIXED[device]
+        self._node_us = 0.0
+        self._known: dict[tuple[int, int, int | None], float] = {}
+
+    @property
+    def source(self) -> str:
+        """ "measured" or "default", as results say it."""
+        return self._kernels.source
+
+    @property
+    def in_microseconds(self) -> bool:
+        """Whether it is known yet how long a node takes."""
+        return self._table is not None or self._node_us > 0
+
+    def round_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float:
+        """Verifying and accepting, in microseconds; in nodes until a guess has seen a round."""
+        if self._table is None:
+            return self._guess(rows, nodes) * (self._node_us or 1.0)
+        key = rows, nodes, depth
+        if key not in self._known:
+            self._known[key] = self._table.round_us(
+                rows, nodes, depth=depth, mode=self._mode, kernel=self._kernels.of(rows, nodes)
+            )
+        return self._known[key]
+
+    def draft_us(self, rows: int, nodes: int) -> float | None:
+        """One call of the drafter, if that was measured."""
+        if self._table is None:
+            return None
+        try:
+            return self._table.draft_us(rows, nodes, self._drafter, mode=self._mode)
+        except ConfigError:
+            return None
+
+    def saw(self, rows: int, nodes: int, us: float) -> None:
+        """A round took so long; measured costs do not need to know. One that was interrupted
+        counts as four times the usual."""
+        if self._table is not None:
+            return
+        here = us / self._guess(rows, nodes)
+        before = self._node_us or here
+        self._node_us = before + (min(here, 4 * before) - before) / WINDOW
+
+    def _guess(self, rows: int, nodes: int) -> float:
+        if self.padded:
+            rows, nodes = bucket(rows), bucket(nodes)
+        return self._fixed + rows * nodes
