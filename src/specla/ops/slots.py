@@ -67,18 +67,20 @@ class SlotKernels:
 
     def _launch(self, sources: Tensor, targets: Tensor, *, fork: bool) -> None:
         num_layers, num_tensors = self._address.shape
-        _slots_kernel[(self._tiles.shape[0], num_layers, targets.shape[0])](
-            self._address,
-            self._words,
-            self._tiles,
-            sources,
-            targets,
-            TENSORS=num_tensors,
-            TILE=TILE,
-            UNIT=self._unit,
-            FORK=fork,
-            num_warps=4,
-        )
+        # A request may end while another model's GPU is the current one. Nothing on a CPU.
+        with torch.cuda.device_of(self._address):
+            _slots_kernel[(self._tiles.shape[0], num_layers, targets.shape[0])](
+                self._address,
+                self._words,
+                self._tiles,
+                sources,
+                targets,
+                TENSORS=num_tensors,
+                TILE=TILE,
+                UNIT=self._unit,
+                FORK=fork,
+                num_warps=4,
+            )
 
 
 # Slot numbers are looked up anywhere in a list: no kernel for each alignment.
