@@ -87,6 +87,15 @@ def test_weights_may_lie_anywhere(dtype: torch.dtype) -> None:
         assert torch.equal(elsewhere(x[:count]), product(x[:count]))
 
 
+@pytest.mark.parametrize("weights_first", [True, False])
+@pytest.mark.parametrize("split", [0, 10])
+def test_every_form_lays_rows_out_alike(weights_first: bool, split: int) -> None:
+    """Else what reads the product next would add in another order (a norm over a part of it)."""
+    form = Form(16, weights_first, split)
+    x, weight = torch.ones(16, 12), torch.ones(24, 12)
+    assert form(x, weight).stride() == (24, 1)
+
+
 def test_before_the_check_it_is_one_plain_call() -> None:
     weight, x = torch.randn(5, 3), torch.randn(200, 3)
     assert torch.equal(Linear(weight)(x), torch.nn.functional.linear(x, weight))

@@ -39,13 +39,14 @@ class Form(NamedTuple):
     split: int
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [rows, I] -> [rows, O]."""
+        """x [rows, I] -> [rows, O], contiguous: what is summed over the outputs of a row next
+        must not add in another order because of how they lie."""
         if not self.split or self.split >= weight.shape[0]:
             return self._product(x, weight)
         return torch.cat([self._product(x, w) for w in weight.split(self.split)], dim=1)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return (weight @ x.t()).t() if self.weights_first else F.linear(x, weight)
+        return (weight @ x.t()).t().contiguous() if self.weights_first else F.linear(x, weight)
 
 
 CANONICAL = Form(MAX_ROWS, False, 0)
