@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from completions import completion
 
+from specla import drafters
 from specla.errors import ConfigError, RequestRejected
 from specla.request import Completion, SamplingParams, StreamDelta
 
@@ -45,10 +46,16 @@ class StubLLM:
         self.config = types.SimpleNamespace(
             drafter=name, drafter_options={}, summary=lambda: {"drafter": name, "reasons": {}}
         )
-        self.engine = types.SimpleNamespace(drafter=None)
+        self.engine = types.SimpleNamespace(drafter=None, use=self.use)
         if options.get("progress"):
             options["progress"](1, 1)
         self.made.append(self)
+
+    def use(self, drafter: Any) -> None:
+        self.engine.drafter = drafter
+
+    def new_drafter(self) -> Any:
+        return drafters.build(self.config.drafter)
 
     def check_rows(self, rows: int) -> None:
         if self.behaviour.get("rows"):

@@ -51,6 +51,11 @@ class TargetModel(Protocol):
         """[vocab, D], what a drafter may share."""
         ...
 
+    @property
+    def final_norm(self) -> Tensor:
+        """[D], the norm before the head."""
+        ...
+
     def logits(self, x: Tensor) -> Tensor:
         """Logits [M, vocab] float32 of outputs x [M, D] of the last layer: the final norm and the
         head, for training drafters. No promise about bits."""

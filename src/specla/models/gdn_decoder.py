@@ -158,6 +158,11 @@ class Decoder:
         """[vocab, D], for drafters that share it."""
         return self._weights.head
 
+    @property
+    def final_norm(self) -> Tensor:
+        """[D], the norm before the head."""
+        return self._weights.norm
+
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
         """Logits [M, vocab] of last-layer outputs x [M, D] (see the model contract)."""

@@ -16,7 +16,7 @@ sequential.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -119,17 +119,45 @@ def scan_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 state_scan.register_autograd(scan_gradient, setup_context=keep_states)
 
 
-def chunk_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, masks: tuple[Tensor, ...]
-) -> Tensor:
+class Scan(NamedTuple):
+    """The rule's states over packed rows, in a form that any query can read, at any token.
+
+    keys, writes [B, H, n, C, K / V]: k and u of every token; states [B, H, n, K, V] before each
+    chunk; decay [B, H, n, C, C] from an earlier token of the same document; from_start
+    [B, H, n, C] from the chunk's start, 0 where the document begins inside it. length: T.
+    """
+
+    keys: Tensor
+    writes: Tensor
+    states: Tensor
+    decay: Tensor
+    from_start: Tensor
+    length: int
+
+    def read(self, q: Tensor) -> Tensor:
+        """q [B, T, H, K]: what the state *after* each token gives, [B, T, H, V]."""
+        q = split_chunks(q, self.decay.shape[-1])
+        o = (q * self.from_start[..., None]) @ self.states
+        return self._rows(o + (q @ self.keys.mT * self.decay) @ self.writes)
+
+    @property
+    def u(self) -> Tensor:
+        """What every token has written, [B, T, H, V]."""
+        return self._rows(self.writes)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        rows: Tensor = x.permute(0, 2, 3, 1, 4).flatten(1, 2)
+        return rows[:, : self.length]
+
+
+def scan(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, masks: tuple[Tensor, ...]) -> Scan:
     """The rule on packed rows from an empty state.
 
-    ``q``, ``k`` [B, T, H, K] (normalised, q scaled), ``v`` [B, T, H, V], ``g``, ``beta`` [B, T,
-    H],
-    ``masks`` from `chunk_masks` -> outputs [B, T, H, V].
+    ``k`` [B, T, H, K] normalised, ``v`` [B, T, H, V], ``g``, ``beta`` [B, T, H], ``masks`` from
+    `chunk_masks`.
     """
-    length, chunk = q.shape[1], masks[0].shape[-1]
-    q, k, v, g, beta = (split_chunks(x, chunk) for x in (q, k, v, g, beta))
+    length, chunk = k.shape[1], masks[0].shape[-1]
+    k, v, g, beta = (split_chunks(x, chunk) for x in (k, v, g, beta))
     pair, first, last, whole = (mask[:, None] for mask in masks)
     total = g.cumsum(-1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~pair, -torch.inf).exp()
@@ -144,10 +172,14 @@ def chunk_delta_rule(
     eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     m = eye * (total[..., -1].exp() * whole)[..., None, None] - k_end @ w
     states = state_scan(m.flatten(0, 1), (k_end @ u).flatten(0, 1)).unflatten(0, m.shape[:2])
+    return Scan(k, u - w @ states, states, decay, from_start, length)
 
-    o = (q * from_start[..., None]) @ states + (q @ k.mT * decay) @ (u - w @ states)
-    rows: Tensor = o.permute(0, 2, 3, 1, 4).flatten(1, 2)
-    return rows[:, :length]
+
+def chunk_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, masks: tuple[Tensor, ...]
+) -> Tensor:
+    """`scan`, read by each token's own query ``q`` [B, T, H, K] (scaled) -> [B, T, H, V]."""
+    return scan(k, v, g, beta, masks).read(q)
 
 
 def split_chunks(x: Tensor, chunk: int) -> Tensor:

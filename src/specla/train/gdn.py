@@ -118,12 +118,12 @@ def l2_normalise(x: Tensor) -> Tensor:
 
 
 class Mixer(nn.Module):
-    """The Gated DeltaNet mixer of one layer."""
+    """The Gated DeltaNet mixer of one layer. ``inputs``: width it reads, if not the model's."""
 
-    def __init__(self, shape: GDNShape) -> None:
+    def __init__(self, shape: GDNShape, inputs: int | None = None) -> None:
         super().__init__()
         self.shape, width = shape, shape.hidden_size
-        linear = partial(nn.Linear, width, bias=False)
+        linear = partial(nn.Linear, inputs or width, bias=False)
         self.q_proj, self.k_proj = linear(shape.key_dim), linear(shape.key_dim)
         self.v_proj, self.g_proj = linear(shape.value_dim), linear(shape.value_dim)
         self.a_proj, self.b_proj = linear(shape.num_heads), linear(shape.num_heads)

@@ -91,3 +91,29 @@ def rate(progress: float, step: int, warmup: int = 100, floor: float = 0.01) -> 
     """Share of the peak rate: linear warm-up in steps, then cosine in ``progress`` (0 to 1)."""
     cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, progress))))
     return cosine * min(1.0, (step + 1) / warmup)
+
+
+def optimizer_tensors(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> dict[str, Tensor]:
+    """Every tensor of the optimisers' states as ``optimizer.KEY.PARAMETER``."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    return {
+        f"optimizer.{key}.{names[p]}": value
+        for optimizer in optimizers
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def restore_optimizers(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], tensors: dict[str, Tensor]
+) -> None:
+    """The counterpart of `optimizer_tensors`; other tensors are left alone."""
+    owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
+    params = dict(model.named_parameters())
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, key, parameter = name.split(".", 2)
+            p = params[parameter]
+            owner[p].state[p][key] = tensor

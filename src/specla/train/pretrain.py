@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specla.train.checkpoint import save_checkpoint
 from specla.train.gdn import GDNLanguageModel, GDNShape
-from specla.train.optim import build_optimizers, rate
+from specla.train.optim import build_optimizers, optimizer_tensors, rate, restore_optimizers
 from specla.train.packing import Sampler, load_pools
 
 SHARES = {
@@ -118,7 +118,7 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """The trainer (tensors and JSON, replaced in one rename) and the bf16 checkpoint."""
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = dict(self.model.state_dict()) | self.optimizer_tensors()
+        tensors = dict(self.model.state_dict()) | optimizer_tensors(self.model, self.optimizers)
         clock = {"step": self.step, "seconds": self.seconds, "tokens": self.tokens}
         notes = {"recipe": asdict(self.recipe), "sampler": self.sampler.state_dict(), **clock}
         save_file(
@@ -129,16 +129,6 @@ class Trainer:
         (folder / "trainer.tmp").rename(folder / STATE)
         save_checkpoint(self.model, folder / "checkpoint")
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the optimisers' states as ``optimizer.KEY.PARAMETER``."""
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        return {
-            f"optimizer.{key}.{names[p]}": value
-            for optimizer in self.optimizers
-            for p, state in optimizer.state.items()
-            for key, value in state.items()
-        }
-
     def restore(self, folder: Path) -> bool:
         """Continues from a saved trainer, if there is one."""
         if not (folder / STATE).exists():
@@ -148,20 +138,10 @@ class Trainer:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         own = self.model.state_dict()
         self.model.load_state_dict({name: tensors[name] for name in own})
-        self.restore_optimizers(tensors)
+        restore_optimizers(self.model, self.optimizers, tensors)
         self.sampler.load_state_dict(notes["sampler"])
         self.step, self.seconds, self.tokens = notes["step"], notes["seconds"], notes["tokens"]
         return True
-
-    def restore_optimizers(self, tensors: dict[str, Tensor]) -> None:
-        """The counterpart of `optimizer_tensors`."""
-        owner = {p: o for o in self.optimizers for g in o.param_groups for p in g["params"]}
-        params = dict(self.model.named_parameters())
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                _, key, parameter = name.split(".", 2)
-                p = params[parameter]
-                owner[p].state[p][key] = tensor
 
 
 class Log:

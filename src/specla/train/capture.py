@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafter learns from: the target's own answers, and the target's features over them.
+
+Answers are decoded by the engine, in batch, and kept as token ids in a file that a run which was
+stopped goes on with. Features are computed again whenever a text is used: three layers of a
+1.3-billion model over ten million tokens would be 120 GB, one more forward pass costs less.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specla.engine.engine import Engine
+from specla.models.base import TargetModel
+from specla.models.features import Features
+from specla.request import Request, SamplingParams
+from specla.state import State
+
+AHEAD = 2
+"""Requests in the engine per slot: the next prompt waits when a slot becomes free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A prompt and what the target said: token ids, the first `num_prompt` of them the prompt."""
+
+    tokens: tuple[int, ...]
+    num_prompt: int
+
+
+def answer(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], params: SamplingParams
+) -> Iterator[tuple[int, Text]]:
+    """(number of the prompt, text) in the order in which answers end; prompt i draws with seed i.
+    Answers that failed are left out."""
+    waiting, slots = deque(enumerate(prompts)), engine.state.pool.num_slots
+    live = 0
+    while waiting or live:
+        while waiting and live < AHEAD * slots:
+            i, prompt = waiting.popleft()
+            engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params, seed=i))
+            live += 1
+        for delta in engine.step():
+            if (done := delta.completion) is not None:
+                live -= 1
+                if done.finish_reason in ("stop", "length"):
+                    tokens = (*done.prompt_token_ids, *done.token_ids)
+                    number = int(done.request_id)
+                    yield number, Text(tokens=tokens, num_prompt=len(done.prompt_token_ids))
+
+
+class Answers:
+    """The file of answers: one JSON line each, in the order in which they ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.texts: dict[int, Text] = {}
+        if path.exists():
+            # A line that was being written when the run stopped has no end.
+            whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+            path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+            for line in whole.splitlines():
+                row = json.loads(line)
+                self.texts[row["number"]] = Text(
+                    tokens=tuple(row["tokens"]), num_prompt=row["num_prompt"]
+                )
+
+    def add(self, number: int, text: Text) -> None:
+        """Append one answer."""
+        self.texts[number] = text
+        row = {"number": number, "num_prompt": text.num_prompt, "tokens": text.tokens}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def missing(self, count: int) -> list[int]:
+        """Which of the prompts 0 .. count - 1 have no answer yet."""
+        return [i for i in range(count) if i not in self.texts]
+
+
+class Capture:
+    """The target's features over whole texts, one text at a time.
+
+    layers: ids of feature layers; the last layer's output always comes with them, so that the
+    target's own law can be had. keep_bytes: what it may keep of texts that come again.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        layers: Sequence[int],
+        *,
+        keep_bytes: int = 0,
+        chunk: int = 4096,
+    ) -> None:
+        self._model, self._chunk, self._room = model, chunk, keep_bytes
+        self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        last = model.info.recurrent.num_layers - 1
+        self._features, self._last = Features(layers), Features((last,))
+        self._both = _Both(self._features, self._last)
+        self._state = State(
+            model.info.recurrent,
+            num_slots=1,
+            max_nodes=1,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._slot = self._state.acquire()
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(features [n, layers * D], last-layer outputs [n, D]) of n tokens, from the start."""
+        key = tuple(tokens)
+        if key not in self._kept:
+            found = self._run(tokens)
+            size = sum(x.nbytes for x in found)
+            if size > self._room:
+                return found
+            self._room -= size
+            self._kept[key] = found
+        return self._kept[key]
+
+    def _run(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        self._state.reset(self._slot)
+        parts = []
+        for start in range(0, len(tokens), self._chunk):
+            chunk = tokens[start : start + self._chunk]
+            self._model.prefill(chunk, self._slot, self._state, self._both)
+            parts.append((self._features.rows(), self._last.rows()))
+        features, last = (torch.cat(x).clone() for x in zip(*parts, strict=True))
+        return features, last
+
+
+def agreed(
+    capture: Capture, model: TargetModel, prompt: Sequence[int], known: Sequence[int]
+) -> Text:
+    """The target's greedy answer as far as a known one goes along with it, and the token where
+    they part: one pass in place of a round per token."""
+    _, last = capture((*prompt, *known))
+    said = model.logits(last[len(prompt) - 1 : -1]).argmax(-1).tolist()
+    count = 0
+    while count < len(known) and said[count] == known[count]:
+        count += 1
+    return Text(tokens=(*prompt, *said[: count + 1]), num_prompt=len(prompt))
+
+
+class _Both(Features):
+    """Two sets of layers filled by one pass."""
+
+    def __init__(self, one: Features, two: Features) -> None:
+        super().__init__((*one.layers, *two.layers))
+        self._parts = one, two
+
+    def take(self, layer: int, x: Tensor, *, copy: bool = False) -> None:
+        for part in self._parts:
+            part.take(layer, x, copy=copy)

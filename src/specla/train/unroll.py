@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training-time test of a drafter with a gated delta rule: as many steps ahead as in use.
+
+A *pair* t is a token x_{t+1} and the feature g_t before it; its output guesses x_{t+2}. At step 0
+the features are the target's. At step s pair t has the drafter's own output of pair t - 1 at step
+s - 1 for its feature, and its state is the one after pair t - s with true features, then pairs
+(t-s+1, 1) .. (t-1, s-1), just as s drafts below an accepted token. No state per pair is kept: the
+rule read at t - s by another query (two reads per step of one scan), and s dot products, give the
+same output:
+
+    S_{t,s} = a (A S_{t-s} + sum_i D_i u_i k_i^T) + u k^T,  A, D_i: decays along the path
+
+Source: EAGLE-3 (arXiv 2503.01840) for the test; the factor form is our own, checked against
+explicit states in the tests.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specla.train.delta_rule import Scan, scan
+from specla.train.gdn import Mixer, Packing
+
+
+def push(x: Tensor, steps: int) -> Tensor:
+    """[B, T, ...] moved later by `steps`; zeros come in."""
+    if steps == 0:
+        return x
+    moved: Tensor = F.pad(x, (0, 0) * (x.dim() - 2) + (steps, 0))
+    return moved[:, : x.shape[1]]
+
+
+def pull(x: Tensor, steps: int) -> Tensor:
+    """[B, T, ...] moved earlier by `steps`."""
+    moved: Tensor = F.pad(x, (0, 0) * (x.dim() - 2) + (0, steps))
+    return moved[:, steps:]
+
+
+class Step(NamedTuple):
+    """What later steps need of one: raw conv inputs [B, T, C], k [B, T, H, K], u [B, T, H, V],
+    log decay g [B, T, H]."""
+
+    raw: Tensor
+    k: Tensor
+    u: Tensor
+    g: Tensor
+
+
+class MixerUnroll:
+    """The mixer over packed pairs, step after step: call it with each step's normed inputs."""
+
+    def __init__(self, mixer: Mixer, packing: Packing, compute: torch.dtype) -> None:
+        self._mixer, self._packing, self._compute = mixer, packing, compute
+        self._scan: Scan | None = None
+        self.steps: list[Step] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, T, inputs] of the next step -> [B, T, D]."""
+        raw, gate, a, b = self._mixer.project(x, self._compute)
+        q, k, v = self._mixer.heads(self._convolve(raw))
+        g, beta = self._mixer.gates(a, b)
+        if self._scan is None:
+            self._scan = scan(k, v, g, beta, self._packing.chunk)
+            o, u = self._scan.read(q), self._scan.u
+        else:
+            o, u = self._below(q, k, v, g, beta)
+        self.steps.append(Step(raw, k, u, g))
+        return self._mixer.finish(o, gate, self._compute)
+
+    def _convolve(self, raw: Tensor) -> Tensor:
+        """The window of (t, s) holds the raw inputs of (t - i, max(s - i, 0))."""
+        weight, taps, s = self._mixer.conv_weight(), self._packing.taps, len(self.steps)
+        total = torch.zeros_like(raw, dtype=weight.dtype)
+        for j in range(weight.shape[1]):
+            back = weight.shape[1] - 1 - j
+            step = max(s - back, 0)
+            source = raw if step == s else self.steps[step].raw
+            total = total + push(source, back) * taps[..., j : j + 1] * weight[:, j]
+        return F.silu(total)
+
+    def _below(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(o, u) of step s >= 1; see the module's formula. Arguments as in `Mixer`."""
+        assert self._scan is not None
+        s = len(self.steps)
+        read_k = push(self._scan.read(pull(k, s)), s)
+        read_q = push(self._scan.read(pull(q, s)), s)
+        # From the oldest ancestor down: decay what has been read, then add what it wrote.
+        for i in range(1, s):
+            above = Step(*(push(x, s - i) for x in self.steps[i]))
+            decay = above.g.exp()[..., None]
+            read_k = decay * read_k + above.u * (above.k * k).sum(-1, keepdim=True)
+            read_q = decay * read_q + above.u * (above.k * q).sum(-1, keepdim=True)
+        decay = g.exp()[..., None]
+        u = beta[..., None] * (v - decay * read_k)
+        return decay * read_q + u * (k * q).sum(-1, keepdim=True), u
+
+
+def valid_steps(segments: Tensor, steps: int) -> Tensor:
+    """[steps, B, T] bool: whether pair t - s is of the same document as pair t."""
+    return torch.stack([push(segments + 1, s) == segments + 1 for s in range(steps)])

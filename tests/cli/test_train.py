@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specla train`: from prompts to a drafter that the other commands take. Nothing is stubbed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specla.cli import main
+from specla.models.toy import write_toy_checkpoint
+
+CAPTURE = pytest.CaptureFixture[str]
+QUESTIONS = ["Who has 12 apples?", "Two and two", "def add(a, b):", "How far is it?", "x"]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("toy")
+    return str(write_toy_checkpoint(folder, hidden=32, intermediate=48, head_dim=8))
+
+
+def write_prompts(path: Path, *, answers: bool = False) -> str:
+    rows = []
+    for i, text in enumerate(QUESTIONS):
+        turns = [{"role": "user", "content": text}]
+        if answers and i % 2:
+            turns.append({"role": "assistant", "content": "An answer."})
+        rows.append({"messages": turns} if i else {"prompt": text})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def train(toy: str, folder: Path, prompts: str, *flags: str) -> int:
+    sizes = ["--rows", "2", "--length", "64", "--unroll", "3", "--every", "2", "--warmup", "1"]
+    other = ["--max-tokens", "8", "--max-slots", "3", "--draft-vocab", "200", "--device", "cpu"]
+    files = ["--prompts", prompts, "--held-out", prompts, "--out", str(folder)]
+    return main(["train", toy, *files, *sizes, *other, *flags])
+
+
+def test_a_run_that_goes_on_and_its_drafter_in_use(
+    toy: str, tmp_path: Path, capsys: CAPTURE
+) -> None:
+    prompts, out = write_prompts(tmp_path / "p.jsonl", answers=True), tmp_path / "run"
+    assert train(toy, out, prompts, "--steps", "2") == 0
+    assert "starting at step 0" in capsys.readouterr().err
+    assert train(toy, out, prompts, "--steps", "3") == 0
+    assert "going on at step 2" in capsys.readouterr().err
+    assert len((out / "answers.jsonl").read_text().splitlines()) == len(QUESTIONS)
+    drafter = f"eagle:{out / 'checkpoint'}"
+    says = []
+    for name in (drafter, "none"):
+        flags = ["-p", "Two and two", "--max-tokens", "12", "--json", "--drafter", name]
+        assert main(["generate", toy, *flags]) == 0
+        says.append(json.loads(capsys.readouterr().out))
+    assert says[0]["token_ids"] == says[1]["token_ids"]
+    assert says[0]["speculation"]["drafter"] == "eagle"
+    assert says[0]["speculation"]["drafted"] > 0
+
+
+def test_what_is_refused(toy: str, tmp_path: Path, capsys: CAPTURE) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", answers=True)
+    for flags, message in (
+        (["--kind", "medusa"], "--kind must be one of"),
+        (["--layers", "1,x"], "--layers must be numbers"),
+        (["--layers", "0,7"], "feature layers must be different ids below 2"),
+        (["--temperature", "1"], "prompts with answers are for temperature 0"),
+    ):
+        assert train(toy, tmp_path / "run", prompts, *flags) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
+    assert train(toy, tmp_path / "run", str(tmp_path / "bad.jsonl")) == 2
+    assert "bad.jsonl, line 2: prompt must be a string" in capsys.readouterr().err
