@@ -26,6 +26,7 @@ from specla.errors import ConfigError, KernelUnavailable
 # What is chosen when nothing is said, and has to be explained.
 CHOSEN = (
     "drafter", "device", "dtype", "log_capacity", "prefill_chunk", "threads", "kernel", "costs",
+    "budget",
 )  # fmt: skip
 
 
@@ -53,11 +54,44 @@ def test_what_is_asked_for_is_kept_and_needs_no_reason() -> None:
         threads=1,
         kernel="reference",
         costs="none",
+        budget="3",
     )
     config = resolve(asked)
     for field in fields(asked):
         assert getattr(config, field.name) == getattr(asked, field.name)
     assert not config.reasons
+
+
+@pytest.mark.parametrize(
+    ("drafter", "max_nodes", "budget", "runs"),
+    [
+        ("suffix", 16, "auto", "paying"), ("suffix", 16, "off", "off"), ("ngram", 16, "14", "14"),
+        ("none", 16, "auto", "off"), ("suffix", 1, "auto", "off"), ("none", 1, "off", "off"),
+    ],
+)  # fmt: skip
+def test_budgets_that_can_be_honoured(
+    drafter: str, max_nodes: int, budget: str, runs: str
+) -> None:
+    config = resolve(EngineConfig(drafter=drafter, max_nodes=max_nodes, budget=budget))
+    assert config.budget == runs
+    assert ("budget" in config.reasons) == (budget == "auto")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"budget": "much"}, "budget must be auto, off or a number of drafts >= 1, got 'much'"),
+        ({"budget": "0"}, "budget must be auto, off or a number"),
+        ({"budget": "-1"}, "budget must be auto, off or a number"),
+        ({"budget": 3}, "budget must be a string"),
+        ({"budget": "15", "max_nodes": 16}, "15 drafts must be below the 15 that a tree may have"),
+        ({"budget": "1", "drafter": "none"}, "has no effect .drafter none"),
+        ({"budget": "4", "mode": "plain"}, "has no effect"),
+    ],
+)
+def test_budgets_that_cannot_be(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolve(EngineConfig(**settings))  # type: ignore[arg-type]
 
 
 def test_both_records_have_the_same_settings() -> None:

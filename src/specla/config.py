@@ -25,6 +25,7 @@ PrefillKernels = Literal["fla", "reference"]
 MODES: tuple[Mode, ...] = ("exact", "fast", "plain")
 KERNELS = ("auto", "reference", "walk", "closed")
 CHEAPEST = "cheapest"
+PAYING, OFF = "paying", "off"
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -59,6 +60,8 @@ class EngineConfig:
     kernel: what verifies, on a GPU "walk" or (mode fast) "closed", on a CPU "reference"; "auto":
         the one that costs less. costs: a cost table's path (`specla profile` writes it), "none",
         or "auto": the one in the cache folder, if it is of this device, model and versions.
+    budget: "auto": in each round draft and verify what pays, or nothing; a number: so many drafts
+        per row, the most probable; "off": whatever the drafter proposes.
     """
 
     model: str = "demo"
@@ -75,6 +78,7 @@ class EngineConfig:
     threads: int | None = None
     kernel: str = "auto"
     costs: str = "auto"
+    budget: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,7 @@ class ResolvedConfig:
     threads: int
     kernel: str
     costs: str
+    budget: str
     reasons: Mapping[str, str]
 
     def summary(self) -> dict[str, object]:
@@ -145,6 +150,7 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         threads=config.threads or torch.get_num_threads(),
         kernel=_kernel(config, device, reasons),
         costs=_costs(config, reasons),
+        budget=_budget(config, drafter, reasons),
         reasons=reasons,
     )
 
@@ -198,7 +204,7 @@ def cpu_name() -> str:
 def _check(config: EngineConfig) -> None:
     if config.mode not in MODES:
         raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {config.mode!r}")
-    for name in ("model", "drafter", "device", "dtype", "costs"):
+    for name in ("model", "drafter", "device", "dtype", "costs", "budget"):
         if not isinstance(getattr(config, name), str):
             raise ConfigError(f"{name} must be a string, got {getattr(config, name)!r}")
     _check_kernel(config)
@@ -297,6 +303,26 @@ def _costs(config: EngineConfig, reasons: dict[str, str]) -> str:
         return config.costs
     reasons["costs"] = "none: they belong to a model, and it has not been loaded yet"
     return "none"
+
+
+def _budget(config: EngineConfig, drafter: str, reasons: dict[str, str]) -> str:
+    asked, drafts = config.budget, 0 if drafter == "none" else config.max_nodes - 1
+    if asked == "auto" and not drafts:
+        reasons["budget"] = f"{OFF}: nothing is drafted"
+        return OFF
+    if asked == "auto":
+        reasons["budget"] = f"{PAYING}: what each round's drafts should bring against their cost"
+        return PAYING
+    if asked == OFF:
+        return OFF
+    if not (asked.isascii() and asked.isdecimal() and int(asked) > 0):
+        raise ConfigError(f"budget must be auto, off or a number of drafts >= 1, got {asked!r}")
+    if int(asked) >= drafts:
+        raise ConfigError(
+            f"a budget of {asked} drafts must be below the {drafts} that a tree may have, or it "
+            f"has no effect (drafter {drafter}, max_nodes {config.max_nodes}); use budget off"
+        )
+    return str(int(asked))
 
 
 def _why_no_gpu(index: int | None = None) -> str:

@@ -43,7 +43,8 @@ class LLM:
         device, dtype: "auto" or a name. mode: "exact", "fast"
             (GPU) or "plain" for the AR baseline.
         max_slots: sequences decoded together. max_nodes: most nodes of one tree.
-        log_capacity, prefill_chunk, threads, drafter_options, kernel, costs: see EngineConfig.
+        log_capacity, prefill_chunk, threads, drafter_options, kernel, costs, budget: see
+            EngineConfig.
         progress: called with (bytes read, bytes in all) while weights load.
         capture_progress: called with (graphs made, graphs in all) at start-up on a GPU.
 
@@ -68,6 +69,7 @@ class LLM:
         threads: int | None = None,
         kernel: str = "auto",
         costs: str = "auto",
+        budget: str = "auto",
         progress: Progress | None = None,
         capture_progress: Progress | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class LLM:
             threads=threads,
             kernel=kernel,
             costs=costs,
+            budget=budget,
         )
         self.config: ResolvedConfig = resolve(asked)
         self._gpu = self._which_gpu()
@@ -126,6 +129,7 @@ class LLM:
             end_token_ids=self.tokenizer.eos_token_ids,
             kernel=config.kernel,
             costs=table,
+            budget=config.budget,
         )
 
     def _find_costs(self, asked: str) -> CostTable | None:

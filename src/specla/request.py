@@ -166,7 +166,7 @@ class TokenLogprob:
 class BudgetReport:
     """What the budget decided, over the rounds of one request.
 
-    policy: "auto", or a number of drafts. proposed: drafts of the drafter; chosen: those that
+    policy: "paying", or a number of drafts. proposed: drafts of the drafter; chosen: those that
     were verified; expected: how many of them were expected to be accepted. reasons: rounds by why
     ("pays", "declined", "nothing", "probe", "off", "fixed"); shapes: rounds by what was verified
     ("none", "chain", "tree"); last: the latest decision with its figures.

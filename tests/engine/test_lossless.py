@@ -85,7 +85,7 @@ def test_alone_equals_plain(target: TargetModel, short: Reference, name: str) ->
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [*((name, "auto") for name in EVERY), ("random-tree", "2"), ("suffix", "2")],
+    [*((name, "paying") for name in EVERY), ("random-tree", "2"), ("suffix", "2")],
 )
 def test_a_budget_changes_nothing(
     target: TargetModel, short: Reference, name: str, policy: str
@@ -100,7 +100,7 @@ def test_a_budget_changes_nothing(
         assert s.budget is not None
         assert sum(s.budget.reasons.values()) == sum(s.budget.shapes.values()) == s.rounds
         assert s.drafted <= s.budget.chosen <= s.budget.proposed
-        assert s.budget.chosen <= (7 if policy == "auto" else 2) * s.rounds
+        assert s.budget.chosen <= (7 if policy == "paying" else 2) * s.rounds
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def histories(target: TargetModel) -> list[tuple[Request, dict[int, States], Com
     [
         *((name, (0, 3, 16)[i % 3], "off") for i, name in enumerate(EVERY)),
         *(("scripted-tree", log, "off") for log in (0, 3)),
-        *((name, 3, "auto") for name in ("adversarial", "random-tree", "scripted-tree")),
+        *((name, 3, "paying") for name in ("adversarial", "random-tree", "scripted-tree")),
     ],
 )
 def test_state_equals_plain_state(

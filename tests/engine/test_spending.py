@@ -42,7 +42,7 @@ class Counting:
 
 def test_a_hopeless_drafter_is_hardly_called(target: TargetModel) -> None:
     drafter = Counting()
-    engine = make_engine(target, drafter, slots=1, nodes=8, budget="auto")
+    engine = make_engine(target, drafter, slots=1, nodes=8, budget="paying")
     run = drive(engine, [request("a", LOOP, max_tokens=300)])
     s = run.completions["a"].speculation
     assert s.rounds == 300
@@ -55,12 +55,12 @@ def test_a_hopeless_drafter_is_hardly_called(target: TargetModel) -> None:
 def test_a_good_drafter_is_left_alone(target: TargetModel) -> None:
     requests = [request(f"r{i}", p, seed=i, max_tokens=40) for i, p in enumerate(PROMPTS[:4])]
     truth = truth_of(requests, plain(target, requests))
-    engine = make_engine(target, OracleDrafter(truth), slots=4, nodes=8, budget="auto")
+    engine = make_engine(target, OracleDrafter(truth), slots=4, nodes=8, budget="paying")
     for c in drive(engine, requests).completions.values():
         check_counts(c)
         assert c.speculation.tokens_per_round > 3
     summary = engine.stats.summary()
-    assert summary["budget"] == "auto"
+    assert summary["budget"] == "paying"
     assert summary["budget_rounds"]["pays"] > 0.7 * summary["rounds"]
     assert summary["drafts_chosen"] <= summary["drafts_proposed"]
 

@@ -60,6 +60,7 @@ def generate(
     dtype: opt.Dtype = "auto",
     revision: opt.Revision = None,
     threads: opt.Threads = None,
+    budget: opt.Budget = "auto",
     json: opt.Json = False,
     no_progress: opt.NoProgress = False,
     debug: opt.Debug = False,
@@ -91,7 +92,7 @@ def generate(
             EXACT: load(replace(engine, drafter="none"), tick),
         }
         for name in _drafters(drafter, resolve(model, revision=revision)):
-            engines[name] = load(replace(engine, drafter=name), tick)
+            engines[name] = load(replace(engine, drafter=name, budget=budget), tick)
         form = prompt_format(engines[EXACT], None)
         methods = [Method(name=k, run=runner(v, form)) for k, v in engines.items()]
         count = (lambda done, total: tick("measuring", done, total)) if tick else None

@@ -42,6 +42,7 @@ def chat(
     dtype: opt.Dtype = "auto",
     revision: opt.Revision = None,
     threads: opt.Threads = None,
+    budget: opt.Budget = "auto",
     no_progress: opt.NoProgress = False,
     debug: opt.Debug = False,
 ) -> int:
@@ -63,6 +64,7 @@ def chat(
         dtype=dtype,
         revision=revision,
         threads=threads,
+        budget=budget,
     )
     with progress_bars(wanted=not no_progress) as tick:
         llm = load(engine, tick)

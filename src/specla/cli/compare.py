@@ -41,10 +41,11 @@ def run_compare(
     text = read_prompt(prompt)
     if params.seed is None:
         params = replace(params, seed=0)
+    alone = replace(engine, drafter="none", budget="auto")
     with progress_bars(wanted=bars) as tick:
         engines = {
-            PLAIN: load(replace(engine, drafter="none", mode="plain", costs="none"), tick),
-            EXACT: load(replace(engine, drafter="none", mode="exact"), tick),
+            PLAIN: load(replace(alone, mode="plain", costs="none"), tick),
+            EXACT: load(replace(alone, mode="exact"), tick),
             "speculative": load(replace(engine, mode="exact"), tick),
         }
         form = prompt_format(engines[EXACT], chat)

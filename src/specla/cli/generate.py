@@ -79,6 +79,7 @@ def generate(
     threads: opt.Threads = None,
     kernel: opt.Kernel = "auto",
     costs: opt.Costs = "auto",
+    budget: opt.Budget = "auto",
     json: opt.Json = False,
     no_progress: opt.NoProgress = False,
     debug: opt.Debug = False,
@@ -107,6 +108,7 @@ def generate(
         threads=threads,
         kernel=kernel,
         costs=costs,
+        budget=budget,
     )
     _check_combination(prompt, prompts, compare=compare, mode=mode, json=json, logprobs=logprobs)
     bars = not no_progress

@@ -36,6 +36,7 @@ def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
         threads=options.threads,
         kernel=options.kernel,
         costs=options.costs,
+        budget=options.budget,
         progress=_named(progress, "loading"),
         capture_progress=_named(progress, "capturing graphs"),
     )

@@ -61,6 +61,14 @@ Costs = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Budget = Annotated[
+    str,
+    typer.Option(
+        help="auto: draft and verify what pays, or nothing; a number: so many drafts per row; "
+        "off: all that the drafter proposes.",
+        rich_help_panel=ENGINE,
+    ),
+]
 MaxTokens = Annotated[
     int, typer.Option(help="Most tokens to generate; >= 1.", rich_help_panel=SAMPLING)
 ]
@@ -118,3 +126,4 @@ class EngineOptions:
     threads: int | None = None
     kernel: str = "auto"
     costs: str = "auto"
+    budget: str = "auto"

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from specla.config import CHEAPEST
+from specla.config import CHEAPEST, OFF
 from specla.drafters.base import Drafter, FeatureDrafter, Observation
 from specla.engine.cost import CostTable
 from specla.engine.kernels import Kernels
 from specla.engine.prices import Prices
 from specla.engine.running import NO_TOKEN, NOTHING_TO_DRAW, Running
 from specla.engine.scheduler import Scheduler, request_fits
-from specla.engine.spending import OFF, Spending
+from specla.engine.spending import Spending
 from specla.engine.stats import EngineStats
 from specla.engine.text import Decoder
 from specla.errors import InvalidTree
@@ -50,7 +50,7 @@ class Engine:
         end_token_ids: what ends a request unless it ignores them; None means the model's.
         kernel: what verifies: one of `model.kernels(mode)`, or "cheapest".
         costs: measured costs to choose by; None: the model's defaults.
-        budget: "auto": draft what pays; a number: so many drafts per row; "off": all there are.
+        budget: "paying": draft what pays; a number: so many drafts per row; "off": all there are.
     """
 
     def __init__(

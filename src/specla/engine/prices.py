@@ -4,7 +4,7 @@
 With a cost table they are the measured ones. Without, they are a guess that is good enough to
 switch off what does not pay: a round costs `FIXED` nodes for reading the weights and one for every
 node, and how long that takes is learned from the rounds themselves. FIXED is what the demo model
-on one CPU thread and GDN-1.3B on an H200 came to (docs/guide/budget.md).
+on one CPU thread and a model of 1.3 B parameters on an H200 came to (docs/guide/budget.md).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from specla.config import PAYING
 from specla.drafters.base import Drafter, DraftRow, Observation
 from specla.drafters.budget import Budget, Decision
 from specla.engine.prices import Prices
@@ -14,14 +15,12 @@ from specla.engine.running import Running
 from specla.engine.stats import Decisions
 from specla.topology.tree import DraftTree
 
-AUTO, OFF = "auto", "off"
-
 
 class Spending:
     """Of one engine and one drafter.
 
     Args:
-        policy: "auto", or a number of drafts per row.
+        policy: "paying", or a number of drafts per row.
         totals: of the engine.
     """
 
@@ -29,7 +28,7 @@ class Spending:
         self, policy: str, drafter: Drafter, max_nodes: int, prices: Prices, totals: Decisions
     ) -> None:
         self.policy = policy
-        fixed = None if policy == AUTO else int(policy)
+        fixed = None if policy == PAYING else int(policy)
         self.budget = Budget(drafter.info.name, max_nodes, prices, fixed=fixed)
         self._drafter, self._prices, self._totals = drafter, prices, totals
         self._draft_us: float | None = None

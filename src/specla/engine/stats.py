@@ -73,7 +73,7 @@ def _grow(counts: list[int], length: int) -> list[int]:
 
 @dataclass(slots=True)
 class Decisions:
-    """What a budget decided, over rounds of rows. policy: "auto", "off" or a number of drafts.
+    """What a budget decided, over rounds of rows. policy: "paying", "off" or a number of drafts.
 
     proposed, chosen: drafts of the drafter, and those that were verified. expected: of these, how
     many were expected to be accepted. reasons: rounds by `Decision.reason`; shapes: by "none",
