@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from specla.models.base import TargetModel
     from specla.ops.contract import DeviceRound, RowArrays
+    from specla.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,15 @@ class FeatureDrafter(Drafter, Protocol):
 
     def fork(self, slot: int, to: int) -> None:
         """Slot `to` starts as a copy of `slot`, which has been prefilled."""
+        ...
+
+
+@runtime_checkable
+class StateDrafter(Drafter, Protocol):
+    """A drafter that reads the target's recurrent states, through `State.committed`."""
+
+    def attach(self, state: State) -> None:
+        """The states of the engine it drafts for, with its slots. Reads only."""
         ...
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from specla.config import CHEAPEST, OFF
-from specla.drafters.base import Drafter, FeatureDrafter, Observation
+from specla.drafters.base import Drafter, FeatureDrafter, Observation, StateDrafter
 from specla.engine.cost import CostTable
 from specla.engine.kernels import Kernels
 from specla.engine.prices import Prices
@@ -71,6 +71,8 @@ class Engine:
         self.mode, self._chunk, self._tokenizer = mode, prefill_chunk, tokenizer
         self._ends = model.info.eos_token_ids if end_token_ids is None else end_token_ids
         self._budget = budget
+        self.watch: Callable[[Sequence[tuple[str, Observation]]], None] | None = None
+        """Called after every round that the host takes part in, with requests' ids."""
         self.stats = EngineStats()
         self.kernels = Kernels(model, mode, kernel=kernel, costs=costs)
         self.use(drafter)
@@ -101,6 +103,8 @@ class Engine:
                 exact=self.mode == "exact",
             )
             self._features = Features(drafter.feature_layers)
+        if isinstance(drafter, StateDrafter):
+            drafter.attach(self.state)
         self.spending = self._new_spending()
 
     def _new_spending(self) -> Spending | None:
@@ -204,6 +208,9 @@ class Engine:
             ]
             self.drafter.observe(seen)
             self._feed(seen, dict(zip(slots, offsets, strict=False)))
+            if self.watch is not None:
+                names = {row.slot: row.request.request_id for row in rows}
+                self.watch([(names[one.slot], one) for one in seen])
             if self.spending is not None:
                 us = 1e6 * (self.stats.round_seconds - before)
                 self.spending.observe(seen, dict(zip(slots, rows, strict=True)), us)

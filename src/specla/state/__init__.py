@@ -171,20 +171,26 @@ class State:
             layer.S[slot], layer.tail[slot, log.bank] = S, tail
         log.folded()
 
+    def committed(self, layer: int, slot: int) -> tuple[Tensor, Factors]:
+        """What is committed, as it lies there: the base S [G, V, K] (a view) and the log's
+        factors in order, not folded into it. What a drafter reads states through."""
+        entries = torch.tensor(self.logs[slot].entries(), dtype=torch.int64, device=self.device)
+        stored = self.layers[layer]
+        return stored.S[slot], Factors(*(x[slot, entries] for x in stored.factors))
+
     def committed_state(self, slot: int) -> list[tuple[Tensor, Tensor]]:
         """What the committed tokens amount to, per layer: (S [G, V, K] with the log folded in,
         tail [W-1, C] with the path's inputs shifted in). Reads only."""
         log = self.logs[slot]
-        entries = torch.tensor(log.entries(), dtype=torch.int64, device=self.device)
         nodes = torch.tensor(log.path, dtype=torch.int64, device=self.device)
         states = []
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             inputs = torch.cat([layer.tail[slot, log.bank], layer.inputs[slot, log.bank, nodes]])
             tail = inputs[inputs.shape[0] - self.shape.conv_width + 1 :]
             if self.device.type == "cuda":
                 S = folded(layer, slot, log, self.shape)
             else:
-                S = fold(layer.S[slot], Factors(*(x[slot, entries] for x in layer.factors)))
+                S = fold(*self.committed(i, slot))
             states.append((S, tail.clone()))
         return states
 
