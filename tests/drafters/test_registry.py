@@ -27,7 +27,7 @@ def test_auto_reports_what_it_chose() -> None:
 
 def test_unknown_name_lists_the_valid_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"none, ngram, suffix, eagle; got 'sufix'; did you mean"
+        ConfigError, match=r"none, ngram, suffix, eagle, block; got 'sufix'; did you mean"
     ):
         build("sufix")
     with pytest.raises(ConfigError, match=r"got 'zzz'$"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from block_toy import habits_block
 from eagle_toy import habits_drafter
 from engine_harness import VOCAB, request
 
@@ -80,5 +81,5 @@ EVERY = (*drafters.REGISTRY, *DOUBLES)
 def build(name: str, truth: Truth) -> Drafter:
     """A fresh drafter or double."""
     if name in drafters.TRAINED:
-        return habits_drafter()
+        return {"eagle": habits_drafter, "block": habits_block}[name]()
     return drafters.build(name) if name in drafters.REGISTRY else doubles(truth)[name]()

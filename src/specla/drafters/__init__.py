@@ -40,8 +40,9 @@ REGISTRY: Mapping[str, str] = {
     "ngram": "specla.drafters.ngram:NgramDrafter",
     "suffix": "specla.drafters.suffix:SuffixDrafter",
     "eagle": "specla.drafters.eagle:EagleDrafter",
+    "block": "specla.drafters.block:BlockDrafter",
 }
-TRAINED = ("eagle",)
+TRAINED = ("eagle", "block")
 """Those with weights: `path` is one of their options."""
 UNTRAINED = tuple(name for name in REGISTRY if name not in TRAINED)
 

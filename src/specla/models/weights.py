@@ -56,17 +56,18 @@ class Checkpoint:
     entries: Mapping[str, TensorEntry]
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path, *, file: str = SINGLE_FILE) -> Checkpoint:
     """Read and check the headers of `model.safetensors`, or of every shard the index names.
 
-    If both forms are present the single file is used, as in transformers.
+    If both forms are present the single file is used, as in transformers. file: its name, where
+    it is another.
 
     Raises:
         InvalidCheckpoint: no safetensors weights (pickles are refused with the reason), a
             missing, truncated or damaged file, a tensor in two shards, an index that disagrees
             with its shards.
     """
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    single, index = folder / file, folder / INDEX_FILE
     if single.is_file():
         return Checkpoint(folder=folder, entries=_read_header(single))
     if index.is_file():
