@@ -9,6 +9,7 @@ import typer
 
 from specla import __version__
 from specla.cli.bench import generate as bench_generate
+from specla.cli.bench_accept import accept as bench_accept
 from specla.cli.bench_exactness import exactness as bench_exactness
 from specla.cli.bench_kernels import kernels as bench_kernels
 from specla.cli.bench_round import rounds as bench_round
@@ -53,6 +54,7 @@ app.command(epilog=EXIT_CODES)(train)
 bench = typer.Typer(no_args_is_help=True, help="Measure speed and acceptance.")
 bench.command("generate", epilog=EXIT_CODES)(bench_generate)
 bench.command("exactness", epilog=EXIT_CODES)(bench_exactness)
+bench.command("accept", epilog=EXIT_CODES)(bench_accept)
 bench.command("kernels", epilog=EXIT_CODES)(bench_kernels)
 bench.command("round", epilog=EXIT_CODES)(bench_round)
 app.add_typer(bench, name="bench")
