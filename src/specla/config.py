@@ -188,9 +188,19 @@ def with_costs(config: ResolvedConfig, reason: str) -> ResolvedConfig:
 
 def cache_folder() -> Path:
     """Where measurements of this machine are kept: XDG_CACHE_HOME if that is an absolute path,
-    else ~/.cache, and specla in there."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if Path(given).is_absolute() else Path.home() / ".cache") / "specla"
+    else ~/.cache, and specla in there.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (given if given.is_absolute() else Path.home() / ".cache") / "specla"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"measurements need a folder, and this user has no home ({error}); set "
+            "XDG_CACHE_HOME to an absolute path"
+        ) from error
 
 
 def cpu_name() -> str:

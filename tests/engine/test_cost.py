@@ -224,6 +224,15 @@ def test_auto_takes_what_fits_and_says_why_not(
     assert "measured for torch '1'" in find("auto")[1]
 
 
+def test_without_a_home_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert find("auto")[1].startswith("default: measurements need a folder")
+
+
 @pytest.mark.parametrize("size", [{"rows": 16}, {"nodes": 5}, {"mode": "fast"}])
 def test_a_path_must_fit(tmp_path: Path, size: dict[str, object]) -> None:
     path = tmp_path / "costs.json"

@@ -288,8 +288,8 @@ def find_table(
         return None, "default: costs none"
     if mode == "plain":
         return None, "default: plain decoding has no rounds to choose between"
-    path = identity.path if asked == "auto" else Path(asked)
     try:
+        path = identity.path if asked == "auto" else Path(asked)
         table = CostTable.load(path, identity)
         # What cannot be looked up is refused here and not in the middle of a round.
         table.round_us(bucket(rows), bucket(nodes), mode=mode)
