@@ -1,65 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training an EAGLE drafter: the loss, one step, held-out figures, and a run that can be stopped.
+"""Training an EAGLE drafter: the loss and held-out figures.
 
 Loss: sum over steps s of 0.8^s times the cross-entropy against the target's law within the draft
 vocabulary, positions where the target's likeliest token is outside it left out, each document's
-mean counting the same. AdamW (0.9, 0.95), no weight decay, warm-up, cosine, clipped at 0.5.
+mean counting the same.
 
 Source: EAGLE-3 (arXiv 2503.01840); the mean per document is DeepSpec's.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from specla.errors import ConfigError
-from specla.train.batches import Batch, Packer, fill, order
+from specla.train.batches import Batch, Packer
 from specla.train.capture import Text
 from specla.train.eagle import EagleNet
-from specla.train.optim import optimizer_tensors, rate, restore_optimizers
+from specla.train.steps import Figures, Schedule, Steps
 from specla.train.unroll import valid_steps
 
-STATE = "trainer.safetensors"
 DECAY = 0.8
 TOP = 4
+HELD_OUT_DEPTH = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Recipe(Schedule):
     """Everything that decides the result of a run, besides texts and target.
 
-    rows, length: pairs of a batch. unroll: steps of the training-time test. steps: optimiser
-    steps in all.
+    rows, length: pairs of a batch. unroll: steps of the training-time test.
     """
 
-    rows: int = 4
-    length: int = 512
     unroll: int = 5
-    steps: int = 1000
-    lr: float = 1e-4
-    warmup: int = 40
-    clip: float = 0.5
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Held-out acceptance, by step ahead: first[s], top[s]: how often the text's next token is
-    the drafter's first guess, among its first 4, given true tokens before it; tau: tokens per
-    round of a chain of that many drafts, the bonus included, simulated at every token."""
-
-    first: tuple[float, ...]
-    top: tuple[float, ...]
-    tau: float
 
 
 def loss_of(net: EagleNet, batch: Batch, steps: int) -> Tensor:
@@ -115,88 +92,27 @@ def _chains(hits: Tensor, documents: Tensor) -> Tensor:
     return total
 
 
-class Trainer:
-    """A drafter in training: saved and restored together with its optimiser and place in the
-    texts."""
+class Trainer(Steps[Batch]):
+    """An EAGLE drafter in training."""
 
     def __init__(
         self, net: EagleNet, packer: Packer, texts: Sequence[Text], recipe: Recipe
     ) -> None:
-        self.net, self.recipe, self._packer, self._texts = net, recipe, packer, texts
-        self.optimizer = torch.optim.AdamW(
-            net.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0
-        )
-        self.step = self.used = self.tokens = 0
-        self.seconds, self.best = 0.0, 0.0
+        super().__init__(net, packer, texts, recipe)
+        self.net, self.recipe = net, recipe
 
-    def next_batch(self) -> Batch:
-        """The next texts that fit, packed."""
-        recipe = self.recipe
-        numbers = order(len(self._texts), recipe.seed, self.used)
-        # More than can fit: a pair per token at least.
-        drawn = [next(numbers) for _ in range(min(recipe.rows * recipe.length, 4096))]
-        texts = [self._texts[i] for i in drawn]
-        rows = fill([len(text.tokens) - 1 for text in texts], recipe.rows, recipe.length)
-        self.used += sum(map(len, rows))
-        return self._packer([[texts[i] for i in row] for row in rows])
+    def loss(self, batch: Batch) -> tuple[Tensor, int]:
+        """See the module."""
+        return loss_of(self.net, batch, self.recipe.unroll), len(batch.at)
 
-    def train_step(self) -> float:
-        """One optimiser step; the loss before it."""
-        began = time.perf_counter()
-        batch = self.next_batch()
-        loss = loss_of(self.net, batch, self.recipe.unroll)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip)
-        scale = rate(self.step / self.recipe.steps, self.step, self.recipe.warmup, floor=0.02)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.lr * scale
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.tokens += len(batch.at)
-        self.seconds += time.perf_counter() - began
-        return float(loss.detach())
+    def figures(self, batches: Sequence[Batch]) -> Figures:
+        """Held-out acceptance over some batches."""
+        return figures(self.net, batches, HELD_OUT_DEPTH)
 
-    def save(self, folder: Path) -> None:
-        """All that `restore` needs, replaced in one rename."""
-        tensors = dict(self.net.state_dict()) | optimizer_tensors(self.net, [self.optimizer])
-        notes = {name: getattr(self, name) for name in self._counters}
-        notes |= self._begun_with()
-        part = folder / "trainer.tmp"
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            part,
-            {"notes": json.dumps(notes)},
-        )
-        part.rename(folder / STATE)
+    def keep(self, folder: Path) -> None:
+        """Write the drafter."""
+        self.net.save(folder)
 
-    def _begun_with(self) -> dict[str, object]:
-        """What a run that is gone on with must agree on; more steps are fine."""
-        recipe = {name: x for name, x in asdict(self.recipe).items() if name != "steps"}
-        return {"recipe": recipe, "config": self.net.config.as_dict(), "texts": len(self._texts)}
-
-    def restore(self, folder: Path) -> bool:
-        """Go on from a saved run, if there is one.
-
-        Raises:
-            ConfigError: it was begun with other settings.
-        """
-        if not (folder / STATE).exists():
-            return False
-        device = str(next(self.net.parameters()).device)
-        with safe_open(folder / STATE, "pt", device) as file:
-            notes = json.loads(file.metadata()["notes"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        for what, mine in self._begun_with().items():
-            if notes[what] != mine:
-                raise ConfigError(
-                    f"a run goes on with the settings it was begun with, but the {what} in "
-                    f"{folder} is {notes[what]}, now {mine}; use another folder"
-                )
-        self.net.load_state_dict({name: tensors[name] for name in self.net.state_dict()})
-        restore_optimizers(self.net, [self.optimizer], tensors)
-        for name in self._counters:
-            setattr(self, name, notes[name])
-        return True
-
-    _counters = ("step", "used", "tokens", "seconds", "best")
+    def settings(self) -> dict[str, Any]:
+        """The drafter's config."""
+        return self.net.config.as_dict()

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of `specla train --kind eagle`: answers, then steps, with figures on held-out texts.
 
-A folder holds all of it: answers.jsonl and held-out.jsonl (texts), trainer.safetensors (to go on
-from), log.csv, and checkpoint/, the drafter with the best held-out tau so far. The same command
-again goes on where it stopped.
+The folder also holds answers.jsonl and held-out.jsonl, the texts (for the rest see `session`). The
+same command again goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import csv
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +18,12 @@ from specla.engine.engine import Engine
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.request import SamplingParams
-from specla.train.batches import Batch, Packer, draft_vocabulary, fill
+from specla.train.batches import Batch, Packer, draft_vocabulary
 from specla.train.capture import Answers, Capture, Text, agreed, answer
 from specla.train.eagle import EagleNet
-from specla.train.loop import Figures, Recipe, Trainer, figures
+from specla.train.loop import Recipe, Trainer
+from specla.train.session import Session, Tick, all_batches, teaching
 
-Tick = Callable[[str, int, int], None]
-CHECKPOINT, LOG = "checkpoint", "log.csv"
-HELD_OUT_DEPTH = 6
 KEEP_BYTES = 3 << 30
 """Features kept of texts that come again."""
 
@@ -141,8 +136,8 @@ def _count(tick: Tick | None, label: str, done: int, total: int) -> int:
     return done + 1
 
 
-class Run:
-    """A drafter in training in a folder.
+class Run(Session[Batch]):
+    """An EAGLE drafter in training in a folder.
 
     Args:
         capture: of the model, for the configuration's layers.
@@ -162,76 +157,11 @@ class Run:
         *,
         compute: torch.dtype,
     ) -> None:
-        texts, held_out = _teaching(texts, recipe), _teaching(held_out, recipe)
-        if not texts or not held_out:
-            raise ConfigError(
-                f"training needs texts and held-out texts whose prompts have fewer than "
-                f"{recipe.length} tokens, got {len(texts)} and {len(held_out)}"
-            )
-        self.folder, self.recipe = folder, recipe
+        texts, held_out = teaching(texts, held_out, recipe)
         d2t = draft_vocabulary(texts, config.draft_vocab_size or 0, config.vocab_size)
         torch.manual_seed(recipe.seed)
         net = EagleNet(config, d2t, compute).to(model.device)
         net.start_from(model.head_weight, model.final_norm)
         packer = Packer(model, capture, d2t, recipe.length)
         self.trainer = Trainer(net, packer, texts, recipe)
-        self._held_out = _all_batches(packer, held_out, recipe)
-        self.resumed = self.trainer.restore(folder)
-
-    def __call__(
-        self, *, every: int, minutes: float, tick: Tick | None = None, note: Callable[[str], None]
-    ) -> Figures:
-        """Train to the end of the schedule, or for `minutes`; held-out figures and a checkpoint
-        every so many steps."""
-        trainer, began, losses = self.trainer, time.monotonic(), list[float]()
-        found = self.look(float("nan"), note)
-        while trainer.step < self.recipe.steps and time.monotonic() - began < 60 * minutes:
-            losses.append(trainer.train_step())
-            if tick is not None:
-                tick(f"training (tau {found.tau:.2f})", trainer.step, self.recipe.steps)
-            if trainer.step % every == 0 or trainer.step == self.recipe.steps:
-                found, losses = self.look(sum(losses) / len(losses), note), []
-        trainer.save(self.folder)
-        return found
-
-    def look(self, loss: float, note: Callable[[str], None]) -> Figures:
-        """Held-out figures; keeps the drafter if it is the best so far."""
-        trainer = self.trainer
-        found = figures(trainer.net, self._held_out, HELD_OUT_DEPTH)
-        if found.tau > trainer.best:
-            trainer.best = found.tau
-            trainer.net.save(self.folder / CHECKPOINT)
-        trainer.save(self.folder)
-        row = {
-            "step": trainer.step,
-            "tokens": trainer.tokens,
-            "seconds": round(trainer.seconds, 1),
-            "loss": round(loss, 4),
-            "tau": round(found.tau, 4),
-            **{f"first{s + 1}": round(x, 4) for s, x in enumerate(found.first)},
-            **{f"top{s + 1}": round(x, 4) for s, x in enumerate(found.top)},
-        }
-        _append(self.folder / LOG, row)
-        note(" ".join(f"{name} {value}" for name, value in row.items()))
-        return found
-
-
-def _teaching(texts: Sequence[Text], recipe: Recipe) -> list[Text]:
-    """Those that have a token of the answer within a row: others teach nothing."""
-    ends = ((text, min(len(text.tokens), recipe.length + 1)) for text in texts)
-    return [text for text, end in ends if max(text.num_prompt, 2) < end]
-
-
-def _append(path: Path, row: dict[str, float]) -> None:
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        csv.writer(file).writerows([list(row)] * fresh + [list(row.values())])
-
-
-def _all_batches(packer: Packer, texts: Sequence[Text], recipe: Recipe) -> list[Batch]:
-    batches, left = [], list(texts)
-    while left:
-        rows = fill([len(text.tokens) - 1 for text in left], recipe.rows, recipe.length)
-        batches.append(packer([[left[i] for i in row] for row in rows]))
-        left = left[sum(map(len, rows)) :]
-    return batches
+        super().__init__(folder, self.trainer, all_batches(packer, held_out, recipe))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run in a folder: steps, with figures on held-out texts between them.
+
+trainer.safetensors is what it goes on from, log.csv has the figures, checkpoint/ is the drafter
+with the best held-out tau so far.
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic
+
+from specla.errors import ConfigError
+from specla.train.batches import fill
+from specla.train.capture import Text
+from specla.train.steps import B, Figures, Pack, Schedule, Steps
+
+Tick = Callable[[str, int, int], None]
+CHECKPOINT, LOG = "checkpoint", "log.csv"
+
+
+class Session(Generic[B]):
+    """A drafter in training in a folder. held_out: batches that it does not learn from."""
+
+    def __init__(self, folder: Path, trainer: Steps[B], held_out: Sequence[B]) -> None:
+        self.folder, self._steps, self._held_out = folder, trainer, held_out
+        self.resumed = trainer.restore(folder)
+
+    def __call__(
+        self, *, every: int, minutes: float, tick: Tick | None = None, note: Callable[[str], None]
+    ) -> Figures:
+        """Train to the end of the schedule, or for `minutes`; held-out figures and a checkpoint
+        every so many steps."""
+        trainer, began, losses = self._steps, time.monotonic(), list[float]()
+        last = trainer.schedule.steps
+        found = self.look(float("nan"), note)
+        while trainer.step < last and time.monotonic() - began < 60 * minutes:
+            losses.append(trainer.train_step())
+            if tick is not None:
+                tick(f"training (tau {found.tau:.2f})", trainer.step, last)
+            if trainer.step % every == 0 or trainer.step == last:
+                found, losses = self.look(sum(losses) / len(losses), note), []
+        trainer.save(self.folder)
+        return found
+
+    def look(self, loss: float, note: Callable[[str], None]) -> Figures:
+        """Held-out figures; keeps the drafter if it is the best so far."""
+        trainer = self._steps
+        found = trainer.figures(self._held_out)
+        if found.tau > trainer.best:
+            trainer.best = found.tau
+            trainer.keep(self.folder / CHECKPOINT)
+        trainer.save(self.folder)
+        row = {
+            "step": trainer.step,
+            "tokens": trainer.tokens,
+            "seconds": round(trainer.seconds, 1),
+            "loss": round(loss, 4),
+            "tau": round(found.tau, 4),
+            **{f"first{s + 1}": round(x, 4) for s, x in enumerate(found.first)},
+            **{f"top{s + 1}": round(x, 4) for s, x in enumerate(found.top)},
+        }
+        _append(self.folder / LOG, row)
+        note(" ".join(f"{name} {value}" for name, value in row.items()))
+        return found
+
+
+def teaching(
+    texts: Sequence[Text], held_out: Sequence[Text], schedule: Schedule
+) -> tuple[list[Text], list[Text]]:
+    """Those that have a token of the answer within a row: others teach nothing.
+
+    Raises:
+        ConfigError: none does.
+    """
+    found = [[t for t in given if _teaches(t, schedule.length)] for given in (texts, held_out)]
+    if not all(found):
+        raise ConfigError(
+            f"training needs texts and held-out texts whose prompts have fewer than "
+            f"{schedule.length} tokens, got {len(found[0])} and {len(found[1])}"
+        )
+    return found[0], found[1]
+
+
+def _teaches(text: Text, length: int) -> bool:
+    return max(text.num_prompt, 2) < min(len(text.tokens), length + 1)
+
+
+def all_batches(pack: Pack[B], texts: Sequence[Text], schedule: Schedule) -> list[B]:
+    """All texts, in order, packed as a step's are."""
+    batches, left = [], list(texts)
+    while left:
+        lengths = [len(text.tokens) - 1 for text in left]
+        rows = fill(lengths, schedule.rows, schedule.length)
+        batches.append(pack([[left[i] for i in row] for row in rows]))
+        left = left[sum(map(len, rows)) :]
+    return batches
+
+
+def _append(path: Path, row: dict[str, float]) -> None:
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows([list(row)] * fresh + [list(row.values())])

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps of any drafter, and what lets a run that was stopped go on as if it had not been.
+
+A kind of drafter brings its net, what a batch of its lessons is, the loss, and held-out figures.
+AdamW (0.9, 0.95), no weight decay, warm-up, cosine, clipped.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from specla.errors import ConfigError
+from specla.train.batches import fill, order
+from specla.train.capture import Text
+from specla.train.optim import optimizer_tensors, rate, restore_optimizers
+
+STATE = "trainer.safetensors"
+B = TypeVar("B")
+Pack = Callable[[Sequence[Sequence[Text]]], B]
+"""A list of texts per row -> a batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What decides the result of a run, besides texts and target, for every kind of drafter.
+
+    rows, length: tokens of a batch. steps: optimiser steps in all. lr: peak rate. warmup: steps.
+    """
+
+    rows: int = 4
+    length: int = 512
+    steps: int = 1000
+    lr: float = 1e-4
+    warmup: int = 40
+    clip: float = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Held-out acceptance, by depth: first[s], top[s]: how often the text's next token is the
+    drafter's first guess, among its first 4, given true tokens before it; tau: tokens per
+    round of a chain of that many drafts, the bonus included, simulated at every place."""
+
+    first: tuple[float, ...]
+    top: tuple[float, ...]
+    tau: float
+
+
+class Steps(ABC, Generic[B]):
+    """A drafter in training: saved and restored together with its optimiser and place in the
+    texts. `net`'s parameters that need no gradient are not trained."""
+
+    def __init__(
+        self, net: nn.Module, pack: Pack[B], texts: Sequence[Text], schedule: Schedule
+    ) -> None:
+        self.schedule, self._net, self._pack, self._texts = schedule, net, pack, texts
+        trained = [p for p in net.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            trained, lr=schedule.lr, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.step = self.used = self.tokens = 0
+        self.seconds, self.best = 0.0, 0.0
+
+    @abstractmethod
+    def loss(self, batch: B) -> tuple[Tensor, int]:
+        """The loss of one batch, and how many lessons it had."""
+
+    @abstractmethod
+    def figures(self, batches: Sequence[B]) -> Figures:
+        """Held-out acceptance over some batches."""
+
+    @abstractmethod
+    def keep(self, folder: Path) -> None:
+        """Write the drafter as it is now, as its loader reads it."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Config of the drafter: what a run that is gone on with must agree on."""
+
+    def next_batch(self) -> B:
+        """The next texts that fit, packed."""
+        s = self.schedule
+        numbers = order(len(self._texts), s.seed, self.used)
+        # More than can fit: a pair per token at least.
+        drawn = [next(numbers) for _ in range(min(s.rows * s.length, 4096))]
+        texts = [self._texts[i] for i in drawn]
+        rows = fill([len(text.tokens) - 1 for text in texts], s.rows, s.length)
+        self.used += sum(map(len, rows))
+        return self._pack([[texts[i] for i in row] for row in rows])
+
+    def train_step(self) -> float:
+        """One optimiser step; the loss before it."""
+        began = time.perf_counter()
+        loss, lessons = self.loss(self.next_batch())
+        loss.backward()
+        s = self.schedule
+        torch.nn.utils.clip_grad_norm_(self._net.parameters(), s.clip)
+        scale = rate(self.step / s.steps, self.step, s.warmup, floor=0.02)
+        for group in self.optimizer.param_groups:
+            group["lr"] = s.lr * scale
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.tokens += lessons
+        self.seconds += time.perf_counter() - began
+        return float(loss.detach())
+
+    def save(self, folder: Path) -> None:
+        """All that `restore` needs, replaced in one rename."""
+        tensors = dict(self._net.state_dict()) | optimizer_tensors(self._net, [self.optimizer])
+        notes = {name: getattr(self, name) for name in self._counters}
+        notes |= self._begun_with()
+        part = folder / "trainer.tmp"
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            part,
+            {"notes": json.dumps(notes)},
+        )
+        part.rename(folder / STATE)
+
+    def _begun_with(self) -> dict[str, object]:
+        """What a run that is gone on with must agree on; more steps are fine."""
+        recipe = {name: x for name, x in asdict(self.schedule).items() if name != "steps"}
+        return {"recipe": recipe, "config": self.settings(), "texts": len(self._texts)}
+
+    def restore(self, folder: Path) -> bool:
+        """Go on from a saved run, if there is one.
+
+        Raises:
+            ConfigError: it was begun with other settings.
+        """
+        if not (folder / STATE).exists():
+            return False
+        device = str(next(self._net.parameters()).device)
+        with safe_open(folder / STATE, "pt", device) as file:
+            notes = json.loads(file.metadata()["notes"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for what, mine in self._begun_with().items():
+            if notes[what] != mine:
+                raise ConfigError(
+                    f"a run goes on with the settings it was begun with, but the {what} in "
+                    f"{folder} is {notes[what]}, now {mine}; use another folder"
+                )
+        self._net.load_state_dict({name: tensors[name] for name in self._net.state_dict()})
+        restore_optimizers(self._net, [self.optimizer], tensors)
+        for name in self._counters:
+            setattr(self, name, notes[name])
+        return True
+
+    _counters = ("step", "used", "tokens", "seconds", "best")
