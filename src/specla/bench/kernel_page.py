@@ -21,9 +21,10 @@ Every layer has its own states, together at least three times the L2 cache, so s
 memory; activations are shared by all layers and may be cached, for every method alike. Before it
 is timed, every method runs once on inputs whose outputs are known (torch reference, itself
 tested against a float64 replay of every path), and its largest error relative to the largest
-output is kept: outputs in bf16 may differ by 2e-2, tf32 products by 5e-3, float32 by 1e-4. "MB"
-counts what a method must read and write by its algorithm; "of BW" is those bytes over its time,
-as a fraction of what a kernel that only reads reaches in the same run. Nothing here is an eager
+output is kept: outputs in bf16 may differ by 2e-2, tf32 products by 5e-3, float32 and pairs of
+bf16 by 1e-4. "MB" counts what a method must read and write by its algorithm; "of BW" is those
+bytes over its time, as a fraction of what a kernel that only reads reaches in the same run.
+Nothing here is an eager
 launch."""
 
 SCOPES = """\

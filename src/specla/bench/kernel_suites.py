@@ -157,7 +157,6 @@ def _ours(plan: Plan) -> list[Method]:
         exact(pdl=False),
         exact(pdl=False, with_prepare=False),
         fast(pdl=plan.pdl),
-        fast("tf32", pdl=plan.pdl),
     ]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -178,15 +177,9 @@ def exact(*, pdl: bool = True, with_prepare: bool = True) -> Method:
     return Method(name=name if pdl else f"{name}, no overlap", scope=scope, build=build, kind=OURS)
 
 
-def fast(
-    precision: triton_wy.Precision = "bf16x3", *, pdl: bool = True, with_prepare: bool = True
-) -> Method:
+def fast(*, pdl: bool = True, with_prepare: bool = True) -> Method:
     """Our closed form on tensor cores; without prepare: the state kernels alone. Masks are
-    compiled once per round, like the walk lists, and are not in a layer's time.
-
-    precision: of its products; None: the kernel's own choice, which is what the engine runs.
-    """
-    walk = partial(triton_wy.walk_wy, precision=precision) if precision else triton_wy.walk_wy
+    compiled once per round, like the walk lists, and are not in a layer's time."""
 
     def build(problem: Problem) -> Runner:
         launch, case = Launch.bind(problem, pdl=pdl), problem.case
@@ -196,7 +189,7 @@ def fast(
         triton_wy.compile_masks(problem.round, form, log_capacity=case.log_capacity)
 
         def verify(layer: LayerState) -> None:
-            walk(
+            triton_wy.walk_wy(
                 layer,
                 problem.round,
                 launch.workspace,
@@ -217,14 +210,12 @@ def fast(
             traffic=moved + traffic.prepare(case) if with_prepare else moved,
         )
 
-    name = "fast" if precision == "bf16x3" else f"fast, {precision}"
-    name = name if with_prepare else f"{name}, state only"
+    name = "fast" if with_prepare else "fast, state only"
     return Method(
         name=name if pdl else f"{name}, no overlap",
         scope="conv, gates, state" if with_prepare else "state",
         build=build,
         kind=OURS,
-        tolerance=TF32,
     )
 
 

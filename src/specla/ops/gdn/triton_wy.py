@@ -13,17 +13,20 @@ log decay, c_l its part up to l, and everything over one row and value head:
     S after the fold = e^C S + sum_l e^{C - c_l} u_l k_l^T
 
 Two kernels. `solve_kernel` makes what needs no state and no value: T and P T, E and F, e^{C + G},
-once per row and value head. `_apply_kernel` streams S, in chunks of K, through one product with
-[q_0 k_0 q_1 k_1 ...]: what a thread gets for a node's output lies beside the node's correction.
-The fold takes the same chunks as they pass; S is read once, and written once where the fold is
-due. With programmatic dependent launch the stream runs beside the solve; only its end waits.
+and q, k and the log's keys in pieces (below), once per row and key head. `_apply_kernel` streams
+S, in chunks of K, through one product with x = [q_0 k_0 q_1 k_1 ...]: what a thread gets for a
+node's output lies beside the node's correction. The fold takes the same chunks as they pass; S is
+read once, and written once where the fold is due.
 
-Numerics. Exponents are path sums that are <= 0, masked before exp, never split. The solve
-substitutes row by row inside blocks of 16 and block by block across, so nothing grows beyond the
-entries of T and P T, which are products of contractions. Sums are added in an order fixed by tile
-and padded width: runs repeat, but a row's bits depend on both, and so on the bucket. "tf32"
-truncates operands to 10 bits; the fold, whose errors stay, and the solve, whose errors multiply,
-take three products ("tf32x3", close to float32) all the same.
+Numerics. Exponents are path sums that are <= 0, masked before exp, never split. Triangles are
+inverted by blocks that double, which is substitution, so nothing grows beyond the entries of T
+and P T, which are products of contractions. Products take each float32 as two bfloat16 pieces, and
+three of their four products (errors about 1e-5). Sums are added in an order fixed by tile and
+padded width: runs repeat, but a row's bits depend on both, and so on the bucket.
+
+Speed. What every program of a head multiplies with is split once, by the solve, and comes as
+bfloat16 by the copy engine (TMA): a product of Hopper's needs a fence for whatever threads have
+written to shared memory themselves, and fences cost more than the products (docs/log.md).
 
 Source: "Trees from Marginals" (arXiv 2607.06763) and TreeWY (arXiv 2608.20961) for the masked
 solve; DeltaLog (arXiv 2608.15533) for the log.
@@ -31,23 +34,28 @@ solve; DeltaLog (arXiv 2608.15533) for the log.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 from specla.ops.gdn.triton import Workspace
-from specla.ops.gdn.triton_wy_solve import BLOCK, log_decay, mask_kernel, solve_kernel
+from specla.ops.gdn.triton_wy_solve import (
+    BLOCK,
+    dot,
+    mask_kernel,
+    pieces,
+    row_of_round,
+    solve_kernel,
+)
 
 MAX_NODES = 64
 _BLOCK = tl.constexpr(BLOCK)
-
-Precision = Literal["tf32", "tf32x3", "bf16x3"]
 
 
 class ClosedForm(NamedTuple):
@@ -55,13 +63,17 @@ class ClosedForm(NamedTuple):
     Shared by all layers; N is padded to 16, 32 or 64 and the log's width to a power of two.
 
     ancestors [B, N] int64: bit j of node i's word: j is i or above it. places [B, log] int32:
-    where in the slot's store the log's entries lie. Per row and value head, float32: solution
-    [2 N, N], whose rows 2i and 2i + 1 are node i's of P T and T; reads [2 N, log], the same of F
-    and E; decay [N], e^{C + G}.
+    where in the slot's store the log's entries lie. bfloat16, high pieces before low ones: per
+    row and key head x [2, 2 N, K], rows 2i and 2i + 1 being q and k of node i, and e
+    [2, log, K], the log's keys if they are folded; per row and value head solution [2, 2 N, N],
+    whose rows 2i and 2i + 1 are node i's of P T and T, and reads [2, 2 N, log], the same of F
+    and E. decay [N + log + 1] float32 per row and value head: e^{C + G}, e^{C - c}, e^C.
     """
 
     ancestors: Tensor
     places: Tensor
+    x: Tensor
+    e: Tensor
     solution: Tensor
     reads: Tensor
     decay: Tensor
@@ -78,42 +90,47 @@ class ClosedForm(NamedTuple):
         """Room for num_rows trees of max_nodes nodes, the width of a bank; smaller rounds use the
         beginning."""
         heads, nodes = num_rows * shape.num_value_heads, _padded(max_nodes)
+        key_heads, K = num_rows * shape.num_key_heads, shape.key_dim
         log = _log_width(log_capacity, max_nodes)
 
-        def empty(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        def empty(size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         return cls(
             ancestors=empty(num_rows * max_nodes, torch.int64),
             places=empty(num_rows * log, torch.int32),
-            solution=empty(heads * 2 * nodes * nodes),
-            reads=empty(heads * 2 * nodes * log),
-            decay=empty(heads * nodes),
+            x=empty(key_heads * 4 * nodes * K),
+            e=empty(key_heads * 2 * log * K),
+            solution=empty(heads * 4 * nodes * nodes),
+            reads=empty(heads * 4 * nodes * log),
+            decay=empty(heads * (nodes + log + 1), torch.float32),
         )
 
 
 class Tile(NamedTuple):
     """How the work is cut: rows of V per program, columns of K per step of its stream, warps,
-    stages (steps in flight), whether the tile is called into the L2 cache first, and warps of the
-    solve."""
+    stages (steps in flight); of the solve, warps, columns of K per step, and most registers per
+    thread, where 0 leaves it to the compiler."""
 
     rows: int
     columns: int
     warps: int
     stages: int
-    prefetch: bool = True
-    solve_warps: int = 4
+    solve_warps: int = 1
+    solve_columns: int = 16
+    solve_registers: int = 0
 
 
 def tile_for(shape: RecurrentShape, num_rows: int, num_nodes: int) -> Tile:
     """By the round's size: enough programs to fill the device, then tiles that reuse q and k."""
-    solve_warps = {16: 1, 32: 4, 64: 8}[_padded(num_nodes)]
     rows = min(shape.value_dim, 64)
     while rows > 16 and num_rows * shape.num_value_heads * (shape.value_dim // rows) < 128:
         rows //= 2
-    few = num_rows * shape.num_value_heads * (shape.value_dim // rows) <= 528
-    prefetch = few and not knobs.runtime.interpret
-    return Tile(rows, min(shape.key_dim, 32 if rows == 64 else 64), 4, 3, prefetch, solve_warps)
+    columns = min(shape.key_dim, 32 if rows == 64 else 64)
+    nodes = _padded(num_nodes)
+    if nodes > BLOCK:
+        return Tile(rows, columns, 4, 3, {32: 4, 64: 8}[nodes], 32)
+    return Tile(rows, columns, 4, 3, 1, 16, 128 if shape.key_dim <= 128 else 0)
 
 
 def pays(num_rows: int, num_nodes: int) -> bool:
@@ -146,8 +163,6 @@ def walk_wy(
     shape: RecurrentShape,
     log_capacity: int,
     threshold: int,
-    precision: Precision = "bf16x3",
-    fold_precision: Precision = "bf16x3",
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> None:
@@ -158,18 +173,16 @@ def walk_wy(
     ring); outputs to workspace.o, u to the write bank.
 
     Args:
-        precision: of the products with S, k and q. bf16x3 costs what tf32 does on Hopper, and is
-            some 30 times as accurate (docs/log.md).
-        fold_precision: of what is added to S for good.
         tile: None chooses by the round's size.
     """
     num_rows, num_nodes = rnd.parents.shape
     assert num_nodes <= MAX_NODES, f"the bitsets hold {MAX_NODES} nodes, got {num_nodes}"
     tile = tile or tile_for(shape, num_rows, num_nodes)
-    log = _log_width(log_capacity, rnd.path.shape[1])
-    needed = num_rows * shape.num_value_heads * 2 * _padded(num_nodes)
-    assert form.solution.numel() >= needed * _padded(num_nodes), "form is for fewer rows or nodes"
-    assert form.reads.numel() >= needed * log, "form is for fewer rows or a narrower bank"
+    nodes, log = _padded(num_nodes), _log_width(log_capacity, rnd.path.shape[1])
+    fold = min(log, _fold_width(threshold))
+    heads, key_heads = num_rows * shape.num_value_heads, num_rows * shape.num_key_heads
+    assert form.solution.numel() >= heads * 4 * nodes * nodes, "form is for fewer rows or nodes"
+    assert form.reads.numel() >= heads * 4 * nodes * log, "form is for a narrower bank"
     s, factors, launch = shape, layer.factors, {"launch_pdl": True} if pdl else {}
     rows = (rnd.slot, rnd.num_nodes, rnd.bank, rnd.ring_len, rnd.path_len)
     sizes = (num_nodes, rnd.path.shape[1], factors.k.shape[1], log_capacity, threshold)
@@ -177,28 +190,33 @@ def walk_wy(
         "H": s.num_key_heads,
         "G": s.num_value_heads,
         "K": s.key_dim,
-        "NODES": _padded(num_nodes),
+        "NODES": nodes,
         "LOG": log,
-        "PRECISION": _known(precision),
+        "FOLD": fold,
         "PDL": pdl,
     }
-    solve_kernel[(s.num_value_heads, num_rows, 2)](
+    registers = {"maxnreg": tile.solve_registers} if tile.solve_registers else {}
+    solve_kernel[(s.num_key_heads, num_rows, 2)](
         *(factors.k, factors.g, workspace.q, workspace.beta, *form, *rows, *sizes),
-        CHUNK=min(s.key_dim, 64),
+        CHUNK=min(s.key_dim, tile.solve_columns),
         **constants,
         num_warps=tile.solve_warps,
         num_stages=2,
+        **registers,
         **launch,
     )
+    blocks = (
+        _blocks(layer.S, layer.S.numel(), s.key_dim, tile.rows, tile.columns),
+        _blocks(form.x, key_heads * 4 * nodes * s.key_dim, s.key_dim, 2 * nodes, tile.columns),
+        _blocks(form.e, key_heads * 2 * log * s.key_dim, s.key_dim, fold, tile.columns),
+    )
     _apply_kernel[(s.value_dim // tile.rows * s.num_value_heads, num_rows)](
-        *(layer.S, *factors, workspace.q, workspace.v, workspace.o, *form[1:], *rows, *sizes),
+        *(*blocks, layer.S, factors.u, workspace.v, workspace.o, form.places),
+        *(form.solution, form.reads, form.decay, *rows, *sizes),
         V=s.value_dim,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        FOLD=min(log, _fold_width(threshold)),
-        FOLD_PRECISION=_known(fold_precision),
         STAGES=tile.stages,
-        PREFETCH=tile.prefetch,
         **constants,
         num_warps=tile.warps,
         num_stages=1,  # of the small loops beside the stream
@@ -206,9 +224,10 @@ def walk_wy(
     )
 
 
-def _known(precision: str) -> str:
-    """Triton's interpreter has no bf16x3."""
-    return "ieee" if knobs.runtime.interpret and precision == "bf16x3" else precision
+def _blocks(x: Tensor, size: int, width: int, rows: int, columns: int) -> TensorDescriptor:
+    """The first `size` elements of x as a matrix [..., width], to be read in blocks."""
+    matrix = x.view(-1)[:size].view(-1, width)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 def _padded(num_nodes: int) -> int:
@@ -225,72 +244,74 @@ def _fold_width(threshold: int) -> int:
 
 
 @triton.jit
-def _rounded(x):
-    """To the nearest tf32, where a product would cut the lower bits off."""
-    x = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-    return x.to(tl.float32, bitcast=True)
+def _log_values(u_at, places_ptr, j, log_len, G: tl.constexpr, V: tl.constexpr):
+    """u [ROWS, ..] of these entries of the log, 0 beyond it."""
+    place = tl.load(places_ptr + j)
+    return tl.load(u_at + place[None, :] * (G * V), mask=(j < log_len)[None, :], other=0.0)
 
 
 @triton.jit
-def _dot(x, y, acc, PRECISION: tl.constexpr):
-    """acc + x y. x comes to the product in registers, by way of a rounding or a split: a load
-    that others use as well must not be refilled while a product still reads it."""
-    if PRECISION == "tf32":
-        acc = tl.dot(_rounded(x), y, acc, input_precision="tf32")
-    elif PRECISION == "tf32x3":
-        x_high, y_high = _rounded(x), _rounded(y)
-        acc = tl.dot(x - x_high, y_high, acc, input_precision="tf32")
-        acc = tl.dot(x_high, y - y_high, acc, input_precision="tf32")
-        acc = tl.dot(x_high, y_high, acc, input_precision="tf32")
-    else:
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+def _folded(u_high, u_low, e_blocks, first, start, S, LOG: tl.constexpr):
+    """S + u e. S stays out of the sum in the tensor core, which cuts where it should round."""
+    e_high = e_blocks.load([first, start])
+    e_low = e_blocks.load([first + LOG, start])
+    new = tl.zeros(S.shape, tl.float32)
+    return S + dot(u_high, u_low, e_high, e_low, new)
+
+
+@triton.jit
+def _stream(
+    S_blocks, x_blocks, e_blocks, S_at, S_first, x_first, e_first, u_high, u_low, fade,
+    K: tl.constexpr, NODES: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, FOLDS: tl.constexpr,
+):  # fmt: skip
+    """S x^T [ROWS, 2 NODES]; if FOLDS, with S written, decayed and the first entries added."""
+    acc = tl.zeros([ROWS, 2 * NODES], tl.float32)
+    for start in tl.range(0, K, COLUMNS, num_stages=STAGES):
+        S = S_blocks.load([S_first, start])
+        x_high = x_blocks.load([x_first, start])
+        x_low = x_blocks.load([x_first + 2 * NODES, start])
+        S_high, S_low = pieces(S)
+        acc = dot(S_high, S_low, tl.trans(x_high), tl.trans(x_low), acc)
+        if FOLDS:
+            new = _folded(u_high, u_low, e_blocks, e_first, start, S * fade, LOG)
+            tl.store(S_at + start, new)
     return acc
 
 
 @triton.jit
-def _prefetch(at):
-    """Call the cache lines at these addresses into L2, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _fold_rest(
-    S_at, u_at, k_at, log_g, places_ptr, log_len,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LOG: tl.constexpr,
-    FOLD: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    S_at, u_at, e_blocks, e_first, fade_ptr, places_ptr, log_len,
+    G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LOG: tl.constexpr,
+    FOLD: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Entries beyond the first FOLD, in passes over S, which has been decayed and written."""
     for first in range(FOLD, log_len, FOLD):
         tl.debug_barrier()  # S was stored by other threads of this program
         j = first + tl.arange(0, FOLD)
-        left, _ = log_decay(log_g, places_ptr, j, log_len, G, LOG)
-        place = tl.load(places_ptr + j)
-        mask = j < log_len
-        u = tl.load(u_at + place[None, :] * (G * V), mask=mask[None, :], other=0.0)
-        u *= tl.exp(left)[None, :]
+        fade = tl.load(fade_ptr + j, mask=j < log_len, other=0.0)[None, :]
+        u_high, u_low = pieces(_log_values(u_at, places_ptr, j, log_len, G, V) * fade)
         for start in range(0, K, COLUMNS):
-            k_there = k_at + place[:, None] * (H * K) + start
-            k = tl.load(k_there, mask=mask[:, None], other=0.0)
             S = tl.load(S_at + start)
-            tl.store(S_at + start, _dot(u, k, S, PRECISION))
+            new = _folded(u_high, u_low, e_blocks, e_first + first, start, S, LOG)
+            tl.store(S_at + start, new)
 
 
 @triton.jit
 def _add_log(
     acc, u_at, reads_at, places_ptr, ring_len, log_len, end,
-    G: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr,
+    G: tl.constexpr, V: tl.constexpr, LOG: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """acc + what the log says; and its u on the way to the ring, below `end`."""
     for first in range(0, log_len, _BLOCK):
         j = first + tl.arange(0, _BLOCK)
-        place = tl.load(places_ptr + j)
         mask = j < log_len
-        u = tl.load(u_at + place[None, :] * (G * V), mask=mask[None, :], other=0.0)
-        reads = tl.load(reads_at + j[:, None], mask=mask[:, None], other=0.0)
-        acc = _dot(u, reads, acc, PRECISION)
+        u = _log_values(u_at, places_ptr, j, log_len, G, V)
+        at = reads_at + j[:, None]
+        high = tl.load(at, mask=mask[:, None], other=0.0)
+        low = tl.load(at + 2 * NODES * LOG, mask=mask[:, None], other=0.0)
+        u_high, u_low = pieces(u)
+        acc = dot(u_high, u_low, high, low, acc)
         moving = (j >= ring_len) & (j < end)
         tl.store(u_at + j[None, :] * (G * V), u, mask=moving[None, :])
     return acc
@@ -300,92 +321,80 @@ def _add_log(
     do_not_specialize=["num_columns", "num_path", "num_entries", "log_capacity", "threshold"]
 )
 def _apply_kernel(
-    S_ptr, k_ptr, u_ptr, g_ptr, q_ptr, v_ptr, o_ptr,
+    S_blocks, x_blocks, e_blocks, S_ptr, u_ptr, v_ptr, o_ptr,
     places_ptr, solution_ptr, reads_ptr, decay_ptr,
     slot_ptr, num_nodes_ptr, bank_ptr, ring_len_ptr, path_len_ptr,
     num_columns, num_path, num_entries, log_capacity, threshold,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NODES: tl.constexpr,
     LOG: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, FOLD_PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = V // ROWS
     head, tile, b = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
-    key_head = head // (G // H)
     n = tl.load(num_nodes_ptr + b)
     if n == 0:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
         return
-    slot = tl.load(slot_ptr + b).to(tl.int64)
-    bank = tl.load(bank_ptr + b)
-    ring_len = tl.load(ring_len_ptr + b)
-    log_len = ring_len + tl.load(path_len_ptr + b)
+    slot, ring_len, log_len, candidates, places_ptr = row_of_round(
+        slot_ptr, bank_ptr, ring_len_ptr, path_len_ptr, places_ptr, b, num_path, log_capacity, LOG
+    )
     due = log_len > threshold
-    places_ptr += b * LOG
-    candidates = log_capacity + (1 - bank) * num_path
     row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    log_k = k_ptr + (slot * num_entries * H + key_head) * K
-    log_g = g_ptr + slot * num_entries * G + head
-    k_at = log_k + column
     u_at = u_ptr + (slot * num_entries * G + head) * V + tile * ROWS + row
-    S_row = S_ptr + ((slot * G + head) * V + tile * ROWS + row) * K
-    S_at = S_row + column
-    m = b * num_columns
-    if PREFETCH:
-        _prefetch(S_row + tl.arange(0, K // 32)[None, :] * 32)
-
-    # What the fold adds: u weighted with the decay still to come.
-    j = tl.arange(0, FOLD)
-    left, total = log_decay(log_g, places_ptr, j, log_len, G, LOG)
-    fade = tl.exp(total)
-    place = tl.load(places_ptr + j)
-    folded = j < tl.where(due, log_len, 0)
-    u = tl.load(u_at + place[None, :] * (G * V), mask=folded[None, :], other=0.0)
-    u *= tl.exp(left)[None, :]
-    e_at = k_at + place[:, None] * (H * K)
-
-    # The stream. Column c of the product is q (even) or k (odd) of node c // 2.
-    c = tl.arange(0, 2 * NODES)
-    node = c // 2
-    q_at = q_ptr + ((m + node) * H + key_head) * K
-    x_at = tl.where(c % 2 == 0, q_at, log_k + (candidates + node) * (H * K))[:, None] + column
-    acc = tl.zeros([ROWS, 2 * NODES], tl.float32)
-    for start in tl.range(0, K, COLUMNS, num_stages=STAGES):
-        S = tl.load(S_at + start)
-        x = tl.load(x_at + start, mask=(node < n)[:, None], other=0.0)
-        e = tl.load(e_at + start, mask=folded[:, None], other=0.0)
-        acc = _dot(S, tl.trans(x), acc, PRECISION)
-        if due:
-            tl.store(S_at + start, _dot(u, e, S * fade, FOLD_PRECISION))
+    S_first = (slot * G + head) * V + tile * ROWS
+    S_at = S_ptr + (S_first + row) * K + tl.arange(0, COLUMNS)[None, :]
+    key_problem = b * H + head // (G // H)
+    x_first, e_first = key_problem * (4 * NODES), key_problem * (2 * LOG)
+    S_first = S_first.to(tl.int32)
+    decay_ptr += (b * G + head).to(tl.int64) * (NODES + LOG + 1)
     if due:
-        _fold_rest(
-            S_at, u_at, k_at, log_g, places_ptr, log_len,
-            H, G, K, V, LOG, FOLD, COLUMNS,
-            FOLD_PRECISION,
+        j = tl.arange(0, FOLD)
+        u = _log_values(u_at, places_ptr, j, log_len, G, V)
+        if PDL:
+            gdc_wait()
+        fade = tl.load(decay_ptr + NODES + j, mask=j < log_len, other=0.0)[None, :]
+        u_high, u_low = pieces(u * fade)
+        acc = _stream(
+            S_blocks, x_blocks, e_blocks, S_at, S_first, x_first, e_first,
+            u_high, u_low, tl.load(decay_ptr + NODES + LOG),
+            K, NODES, LOG, ROWS, COLUMNS, STAGES, True,
         )  # fmt: skip
-
-    i = tl.arange(0, NODES)
-    used = (i < n)[None, :]
-    at = (m + i)[None, :] * (G * V) + head * V + tile * ROWS + row
-    v = tl.load(v_ptr + at, mask=used, other=0.0).to(tl.float32)
+        _fold_rest(
+            S_at, u_at, e_blocks, e_first, decay_ptr + NODES, places_ptr, log_len,
+            G, K, V, LOG, FOLD, COLUMNS,
+        )  # fmt: skip
+    else:
+        if PDL:
+            gdc_wait()
+        acc = _stream(
+            S_blocks, x_blocks, e_blocks, S_at, S_first, x_first, e_first,
+            0, 0, 1.0, K, NODES, LOG, ROWS, COLUMNS, STAGES, False,
+        )  # fmt: skip
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+
     problem = (b * G + head).to(tl.int64)
-    acc *= tl.load(decay_ptr + problem * NODES + node)[None, :]
+    m = b * num_columns
+    c = tl.arange(0, 2 * NODES)
+    i = tl.arange(0, NODES)
+    acc *= tl.load(decay_ptr + c // 2)[None, :]
     acc = _add_log(
-        acc, u_at, reads_ptr + (problem * (2 * NODES) + c[None, :]) * LOG, places_ptr,
-        ring_len, log_len, tl.where(due, 0, log_len), G, V, PRECISION,
+        acc, u_at, reads_ptr + (problem * (4 * NODES) + c[None, :]) * LOG, places_ptr,
+        ring_len, log_len, tl.where(due, 0, log_len), G, V, LOG, NODES,
     )  # fmt: skip
 
     # What log and state say of each value, against the value: corrections, once solved.
+    used = (i < n)[None, :]
+    at = (m + i)[None, :] * (G * V) + head * V + tile * ROWS + row
+    v = tl.load(v_ptr + at, mask=used, other=0.0).to(tl.float32)
     o, told = tl.split(tl.reshape(acc, [ROWS, NODES, 2]))
-    solution_at = solution_ptr + (problem * (2 * NODES) + c[None, :]) * NODES + i[:, None]
+    solution_at = solution_ptr + (problem * (4 * NODES) + c[None, :]) * NODES + i[:, None]
     acc = tl.reshape(tl.join(o, tl.zeros([ROWS, NODES], tl.float32)), [ROWS, 2 * NODES])
-    acc = _dot(v - told, tl.load(solution_at), acc, PRECISION)
+    high, low = pieces(v - told)
+    solution_low = tl.load(solution_at + 2 * NODES * NODES)
+    acc = dot(high, low, tl.load(solution_at), solution_low, acc)
     o, u = tl.split(tl.reshape(acc, [ROWS, NODES, 2]))
     tl.store(o_ptr + at, o, mask=used)
     tl.store(u_at + (candidates + i)[None, :] * (G * V), u, mask=used)
