@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -32,7 +33,7 @@ from specla.ops.gdn import triton_stream as stream
 from specla.ops.gdn.triton_prepare import FORWARD, Span, Workspace, overlap, prepare
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
 
-__all__ = ["Span", "Tile", "Workspace", "lanes_for", "prepare", "tile_for", "walk"]
+__all__ = ["Span", "Tile", "Workspace", "lanes_for", "prepare", "stream_for", "tile_for", "walk"]
 
 _WALK, _RESTORE, _SAVE = tl.constexpr(WALK), tl.constexpr(RESTORE), tl.constexpr(SAVE)
 _NODE = tl.constexpr(NODE_MASK)
@@ -58,6 +59,18 @@ def tile_for(shape: RecurrentShape, programs: int, *, branching: bool) -> Tile:
     return Tile(max(4, large // 2 if few else large), 1)
 
 
+def stream_for(
+    shape: RecurrentShape, programs: int, num_nodes: int, *, branching: bool
+) -> stream.StreamTile:
+    """The same for the kernel of `ops.gdn.triton_stream`."""
+    lanes = lanes_for(shape.key_dim)
+    return stream.tile_for(shape, programs, num_nodes, lanes=lanes, branching=branching)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def walk(
     layer: LayerState,
     rnd: DeviceRound,
@@ -76,8 +89,9 @@ def walk(
     factors to the ring), then walks `rnd.walk`: outputs to workspace.o, u to the write bank.
 
     Args:
-        tile: rows of V per program and warps; None chooses by the round's size. A `StreamTile`
-            asks for `ops.gdn.triton_stream`'s kernel: Hopper only, where it `fits`.
+        tile: rows of V per program and warps. A `StreamTile` asks for the kernel of
+            `ops.gdn.triton_stream`, which is for Hopper. None chooses the kernel by the device
+            and its tile by the round's size.
         branching: False where every tree is a chain: no checkpoint is kept. Up to two nodes
             always are one.
     """
@@ -85,6 +99,8 @@ def walk(
     branching = branching and num_nodes > 2
     s = shape
     parts = rnd.walk.shape[1]
+    if tile is None and _is_hopper(layer.S.device):
+        tile = stream_for(s, num_rows * parts, num_nodes, branching=branching)
     tile = tile or tile_for(s, num_rows * parts, branching=branching)
     grid = (s.value_dim // tile.rows * s.num_value_heads, num_rows, parts)
     arguments = (

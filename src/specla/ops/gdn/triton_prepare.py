@@ -118,6 +118,8 @@ def prepare(
     nodes = warps * _nodes_per_warp(s)
     each = nodes * tiles
     heads = 2 * s.num_key_heads + s.num_value_heads
+    # More warps on a multiprocessor: faster at K = 256, slower at 128 (docs/log.md).
+    registers = {"maxnreg": 80} if s.key_dim >= 256 else {}
     _prepare_kernel[(heads, triton.cdiv(num_nodes, each), num_rows)](
         y,
         conv_taps,
@@ -155,6 +157,7 @@ def prepare(
         WIDE=min(WIDE, max(s.key_dim, s.value_dim)),
         PDL=pdl,
         num_warps=warps,
+        **registers,
         **overlap(pdl),
     )
 

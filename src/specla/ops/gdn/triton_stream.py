@@ -8,9 +8,9 @@ the k and q of a row's nodes, and the log's k and u, into shared memory once; ea
 by itself, with its own rows of the state, and finds an operand 30 cycles away instead of one trip
 to L2. So nothing is fetched ahead into registers, and more warps fit on a multiprocessor.
 
-Every shared buffer is written before one barrier and read after it: inside the walk there is none
-(but see `StreamTile.shared`). A node's u, which a replay needs, stays in registers, node n in
-lane n % LANES of those that share the row.
+Every shared buffer is written before one barrier and read after it: inside the walk there is none.
+A node's u, which a replay needs, stays in registers, node n in lane n % LANES of those that share
+the row.
 
 Sums over K end in a reduction over the lanes of a row. Where a lane has several rows, lanes first
 trade half of their rows for half of the lanes, so that each sums fewer; pairs are added in the
@@ -43,36 +43,37 @@ _NODE = gl.constexpr(NODE_MASK)
 
 LOG = 8
 """Log entries that are in shared memory at a time."""
-SHARED = 227 * 1024
-"""Bytes of shared memory that one program may have."""
 
 
 class StreamTile(NamedTuple):
     """How a value head is cut for this kernel. Speed, never bits.
 
     rows: of V per program. warps: share them; each has 32 / lanes times 1, 2 or 4 rows.
-    shared: the checkpoint is in shared memory, behind two barriers for each use, and not in as
-    many registers as the state. registers: most per thread; 0 leaves it to the compiler.
+    registers: most per thread; 0 leaves it to the compiler.
     """
 
     rows: int
     warps: int
-    shared: bool = False
     registers: int = 0
 
 
-def bytes_for(shape: RecurrentShape, num_nodes: int, tile: StreamTile, branching: bool) -> int:
-    """Shared memory that a program takes, at most."""
-    nodes = triton.next_power_of_2(num_nodes)
-    node = 2 * 4 * shape.key_dim + 4 * tile.rows + 8
-    log = LOG * 4 * (shape.key_dim + tile.rows + 1)
-    checkpoint = 4 * tile.rows * shape.key_dim if tile.shared and branching else 0
-    return nodes * node + log + checkpoint + 1024
-
-
-def fits(shape: RecurrentShape, num_nodes: int, tile: StreamTile, branching: bool) -> bool:
-    """Whether a multiprocessor has the memory; otherwise `ops.gdn.triton`'s own kernel does it."""
-    return bytes_for(shape, num_nodes, tile, branching) <= SHARED
+def tile_for(
+    shape: RecurrentShape, programs: int, num_nodes: int, *, lanes: int, branching: bool
+) -> StreamTile:
+    """`programs` share a tile's rows. As measured on an H200 (docs/adr/0015): two rows a lane;
+    four where states of many rows wait for issue slots, unless a checkpoint of short rows is kept.
+    More warps share a program's operands as these leave room for fewer programs."""
+    elements = programs * shape.num_value_heads * shape.value_dim * shape.key_dim
+    node_bytes = 8 * shape.key_dim * triton.next_power_of_2(num_nodes)
+    two_rows = 8 * (32 // lanes)  # of four warps
+    long = shape.key_dim >= 256
+    if elements >= 1 << 24 and node_bytes <= 32768 and (long or not branching):
+        return StreamTile(2 * two_rows, 4, registers=168 if branching else 0)
+    share = 4 if node_bytes > 98304 else 2 if node_bytes > 49152 else 1
+    if branching and long and 1 << 22 <= elements < 1 << 24:
+        share = max(share, 2)
+    share = min(share, shape.value_dim // two_rows)
+    return StreamTile(share * two_rows, share * 4)
 
 
 def launch(
@@ -94,7 +95,6 @@ def launch(
         NODES=triton.next_power_of_2(num_nodes),
         LOG=LOG,
         TILE=tile.rows,
-        SHARED=tile.shared,
         num_warps=tile.warps,
         **registers,
         **overlap(meta["PDL"]),
@@ -216,7 +216,7 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     num_columns, num_path, num_entries, log_capacity, walk_stride, threshold,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NODES: gl.constexpr,
     LOG: gl.constexpr, TILE: gl.constexpr, LANES: gl.constexpr, PARTS: gl.constexpr,
-    BRANCHING: gl.constexpr, SHARED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    BRANCHING: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program (value head and tile, row, part), as in `ops.gdn.triton`."""
     TILES: gl.constexpr = V // TILE
@@ -370,11 +370,7 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
         slot_of = gl.arange(0, SLOTS, gl.SliceLayout(0, gl.SliceLayout(2, kept)))[None, :, None]
         lane_of = gl.arange(0, LANES, gl.SliceLayout(0, gl.SliceLayout(1, kept)))[None, None, :]
         us = gl.zeros([TILE, SLOTS, LANES], gl.float32, kept)
-        if SHARED:
-            flat_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-            checkpoint = gl.allocate_shared_memory(gl.float32, [TILE, DEEP, LANES, 4], flat_S)
-        else:
-            C = S
+        C = S
     # A pass ends with the next operation's decay: at the head of a chain's loop it would cost
     # moving half of the state between registers.
     node = word & _NODE
@@ -406,16 +402,10 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
             o = _across(_partial(S, q), TRADES, HIGH, num_warps)
             gl.store(o_at + node * (G * V), o)
         if BRANCHING and (word & _SAVE) != 0:
-            if SHARED:
-                checkpoint.store(S)
-            else:
-                _stay()
-                C = S
+            _stay()
+            C = S
         word, following, node = following, after, next_node
         if BRANCHING and (word & _RESTORE) != 0:
-            if SHARED:
-                S = checkpoint.load(state)
-            else:
-                _stay()
-                S = C
+            _stay()
+            S = C
         S = S * next_decay
