@@ -160,6 +160,15 @@ class Reader:
     def _by_part(rows: list[list[tuple[Tensor, Tensor]]]) -> list[list[list[Tensor]]]:
         return [[[one[part] for one in layer] for layer in rows] for part in (0, 1)]
 
+    def read_folded(self, states: Sequence[Tensor]) -> Reading:
+        """Project n states without a log, given per layer as [n, G, V, K]."""
+        found = [self._of_state(i, S) for i, S in enumerate(states)]
+        return Reading(*(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
+
+    def _of_state(self, index: int, S: Tensor) -> tuple[Tensor, Tensor]:
+        U, V = (self._weights[name][index].to(S.dtype) for name in ("keys", "values"))
+        return self._normed(V.mT @ S @ U.mT, (S * S).sum((-2, -1)))
+
     def project(self, index: int, S: Tensor, log: Factors) -> tuple[Tensor, Tensor]:
         """One state: base S [G, V, K] and log of n factors -> (R [G, r, r], log rms [G]). index:
         of the layer in `state_layers`."""
@@ -176,7 +185,7 @@ class Reader:
         return self._normed(R, square)
 
     def _normed(self, R: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
-        """Of |S|^2 [G]: a difference of large numbers may fall a little below 0."""
+        """Of |S|^2 [..., G]: a difference of large numbers may fall a little below 0."""
         size = self.config.value_dim * self.config.key_dim
         rms = (square.clamp(min=0) / size + _LEAST_SQUARE).sqrt()
         return R / rms[..., None, None], rms.log()

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training block drafters and state readers: losses, one step, held-out figures.
+
+A draft's lessons are weighted e^{-(k-1)/decay} at depth k:
+
+    DFlash     CE on the text's token
+    DSpark     0.1 CE + 0.9 |p_draft - p_target|_1 + 1.0 BCE of the confidence against 1 - L1 / 2
+    reader     CE + 0.1 |p_draft - p_target|_1
+
+The Markov and the confidence head are given the text's own token before each draft.
+
+Source: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), ReaDy (arXiv 2610.20503).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specla.drafters.block_config import BlockConfig
+from specla.drafters.block_model import BlockModel, Inject
+from specla.models.base import TargetModel
+from specla.train.block import BlockNet, ReaderNet
+from specla.train.block_batches import BlockBatch, Lessons, lessons, some
+from specla.train.capture import Text
+from specla.train.states import States
+from specla.train.steps import Figures, Pack, Schedule, Steps
+
+TOP = 4
+HELD_OUT_ANCHORS = 256
+"""Of one batch, evenly spread."""
+
+
+class Shares(NamedTuple):
+    """What a loss is made of; decay: of the weights by depth."""
+
+    ce: float
+    l1: float
+    confidence: float
+    decay: float
+
+
+READER = Shares(ce=1.0, l1=0.1, confidence=0.0, decay=4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRecipe(Schedule):
+    """Everything that decides the result of a run, besides texts and target.
+
+    anchors: blocks per batch, at most.
+    """
+
+    lr: float = 6e-4
+    clip: float = 1.0
+    anchors: int = 128
+
+
+def shares_for(config: BlockConfig) -> Shares:
+    """The loss of the paper whose heads a drafter has."""
+    if config.markov_rank or config.confidence_head:
+        return Shares(ce=0.1, l1=0.9, confidence=float(config.confidence_head), decay=4.0)
+    return Shares(ce=1.0, l1=0.0, confidence=0.0, decay=4.0 if config.num_drafts <= 8 else 7.0)
+
+
+def block_loss(
+    logits: Tensor, confidence: Tensor | None, given: Lessons, shares: Shares
+) -> Tensor:
+    """Weighted mean over drafts. logits [A, n, vocab], with the Markov head's correction;
+    confidence [A, n] logits, or None without that head."""
+    depth = torch.arange(logits.shape[1], dtype=logits.dtype, device=logits.device)
+    weights = given.known * torch.exp(-depth / shares.decay)
+    entropy = F.cross_entropy(logits.transpose(1, 2), given.labels, reduction="none")
+    total = shares.ce * entropy
+    if shares.l1 or shares.confidence:
+        gap = (torch.softmax(logits, dim=-1) - given.laws).abs().sum(-1)
+        total = total + shares.l1 * gap
+        if shares.confidence:
+            assert confidence is not None
+            accepted = (1 - gap.detach() / 2).clamp(0, 1)
+            total = total + shares.confidence * F.binary_cross_entropy_with_logits(
+                confidence, accepted, reduction="none"
+            )
+    return (total * weights).sum() / weights.sum().clamp(min=1e-6)
+
+
+class Guesses(NamedTuple):
+    """logits [A, n, vocab] float32 after the text's own tokens; confidence [A, n] or None."""
+
+    logits: Tensor
+    confidence: Tensor | None
+
+
+class BlockSteps(Steps[BlockBatch]):
+    """A block drafter in training, with a state reader or without.
+
+    Args:
+        net: the drafter. reader: its state reader; then `states` runs the target for it.
+        shares: of the loss.
+        joint: train the drafter too where there is a reader.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        net: BlockNet,
+        pack: Pack[BlockBatch],
+        texts: Sequence[Text],
+        recipe: BlockRecipe,
+        *,
+        shares: Shares,
+        reader: ReaderNet | None = None,
+        joint: bool = False,
+    ) -> None:
+        self.net, self.reader, self.recipe = net, reader, recipe
+        self._target, self._shares, self._joint = target, shares, joint
+        parts = nn.ModuleDict({"drafter": net})
+        self._states: States | None = None
+        if reader is not None:
+            parts["reader"] = reader
+            net.requires_grad_(joint)
+            self._states = States(target, reader.config.state_layers)
+        super().__init__(parts, pack, texts, recipe)
+
+    def loss(self, batch: BlockBatch) -> tuple[Tensor, int]:
+        """See the module; anchors are drawn anew for each step."""
+        generator = torch.Generator().manual_seed((self.recipe.seed << 32) + self.step)
+        places = some(batch.anchors, self.recipe.anchors, generator)
+        given = lessons(batch, places, self.net.config.num_drafts, self._target)
+        guesses = self.guesses(batch, places, given)
+        found = block_loss(guesses.logits, guesses.confidence, given, self._shares)
+        return found, int(given.known.sum())
+
+    def guesses(self, batch: BlockBatch, places: Tensor, given: Lessons) -> Guesses:
+        """The drafter's laws and confidences at some anchors."""
+        model, inject = self.net.model(), self._inject(batch, places)
+        with self.net.casting():
+            h = self.net.outputs(model, batch, places, inject)
+            logits = model.logits(h)
+            if self.net.config.markov_rank:
+                logits = logits + _corrections(model, given.before)
+            confident = self.net.config.confidence_head
+            confidence = model.confidence(h, given.before) if confident else None
+        return Guesses(logits.float(), None if confidence is None else confidence.float())
+
+    def _inject(self, batch: BlockBatch, places: Tensor) -> Inject | None:
+        if self.reader is None:
+            return None
+        reader = self.reader.reader()
+        reading = reader.read_folded(self._read(batch, places.tolist()))
+        return lambda h: reader.delta(h, reading)
+
+    def _read(self, batch: BlockBatch, places: Sequence[int]) -> list[Tensor]:
+        """Per state layer, the states [A, G, V, K] at the anchors."""
+        assert self._states is not None
+        found = []
+        for tokens, start in batch.documents:
+            own = [p - start for p in places if start <= p < start + len(tokens)]
+            if own:
+                found.append(self._states(tokens, own))
+        return [torch.cat(layer) for layer in zip(*found, strict=True)]
+
+    @torch.no_grad()
+    def figures(self, batches: Sequence[BlockBatch]) -> Figures:
+        """Held-out acceptance over some batches."""
+        n = self.net.config.num_drafts
+        first, top, counts = (torch.zeros(n) for _ in range(3))
+        accepted, anchors = 0.0, 0
+        for batch in batches:
+            places = some(batch.anchors, HELD_OUT_ANCHORS, None)
+            given = lessons(batch, places, n, self._target)
+            guesses = self.guesses(batch, places, given).logits.topk(TOP, dim=-1).indices
+            right = (guesses == given.labels[..., None]) & given.known[..., None]
+            first += right[..., 0].sum(0).cpu()
+            top += right.any(-1).sum(0).cpu()
+            counts += given.known.sum(0).cpu()
+            # As long as a chain is right, the tokens before its drafts are the text's own.
+            accepted += float(right[..., 0].int().cumprod(-1).sum())
+            anchors += len(places)
+        counts.clamp_(min=1)
+        return Figures(
+            first=tuple((first / counts).tolist()),
+            top=tuple((top / counts).tolist()),
+            tau=1 + accepted / max(anchors, 1),
+        )
+
+    def keep(self, folder: Path) -> None:
+        """Write the drafter, and its reader if it has one."""
+        self.net.save(folder)
+        if self.reader is not None:
+            self.reader.save(folder)
+
+    def settings(self) -> dict[str, Any]:
+        """Configs, and what is trained."""
+        reader = None if self.reader is None else self.reader.config.as_dict()
+        return {
+            "drafter": self.net.config.as_dict(),
+            "reader": reader,
+            "joint": self._joint,
+            "loss": list(self._shares),
+        }
+
+
+def _corrections(model: BlockModel, before: Tensor) -> Tensor:
+    found: Tensor = model.correction(before.flatten()).unflatten(0, before.shape)
+    return found

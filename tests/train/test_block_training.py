@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block drafters and readers in training: the forward is that of use, the losses are the papers',
+a run can be stopped, and what comes out is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_toy import DFLASH, block_config, random_tensors, reader_config, write_block
+from engine_harness import drive, load_target, make_engine, one_thread, request
+from torch import Tensor
+
+from specla.drafters.block import BlockDrafter
+from specla.drafters.block_config import BlockConfig, expected_tensors
+from specla.drafters.block_files import save_reader
+from specla.drafters.reader import ReaderConfig, reader_tensors
+from specla.engine.engine import Engine
+from specla.errors import ConfigError
+from specla.models.base import TargetModel
+from specla.request import SamplingParams
+from specla.train.block import BlockNet, Named, ReaderNet
+from specla.train.block_batches import BlockPacker, Lessons, lessons, some
+from specla.train.block_loop import (
+    READER,
+    BlockRecipe,
+    BlockSteps,
+    Shares,
+    block_loss,
+    shares_for,
+)
+from specla.train.capture import Capture, Text, answer
+from specla.train.session import Session, all_batches
+from specla.train.states import States
+
+PROMPTS = [tuple(5 + (i * k + k * k) % 19 for k in range(3 + i % 9)) for i in range(24)]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "dspark": {},
+    "dflash": dict(DFLASH),
+    "windows": {**DFLASH, "windows": (3, None), "is_causal": None},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    return load_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def texts(target: TargetModel) -> list[Text]:
+    found = dict(answer(make_engine(target, slots=8, nodes=1), PROMPTS, GREEDY))
+    return [found[i] for i in range(len(PROMPTS))]
+
+
+def packer_for(target: TargetModel, length: int = 64) -> BlockPacker:
+    return BlockPacker(target, Capture(target, (0, 1), keep_bytes=1 << 22), length)
+
+
+def fill_in(net: Named, tensors: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            p.copy_(tensors[name])
+
+
+def net_for(target: TargetModel, config: BlockConfig) -> BlockNet:
+    net = BlockNet(config, target.embeddings, target.head_weight)
+    fill_in(net, random_tensors(expected_tensors(config), 0))
+    return net
+
+
+def reader_for(config: ReaderConfig) -> ReaderNet:
+    net = ReaderNet(config)
+    fill_in(net, random_tensors(reader_tensors(config), 1))
+    return net
+
+
+def steps_for(
+    target: TargetModel, texts: Sequence[Text], config: BlockConfig, **options: Any
+) -> BlockSteps:
+    recipe = options.pop("recipe", BlockRecipe(rows=2, length=64))
+    net, packer = net_for(target, config), packer_for(target, recipe.length)
+    shares = options.pop("shares", shares_for(config))
+    return BlockSteps(target, net, packer, texts, recipe, shares=shares, **options)
+
+
+def test_a_batch_is_places_of_texts(target: TargetModel, texts: list[Text]) -> None:
+    batch = packer_for(target)([texts[:2], [replace(texts[2], tokens=texts[2].tokens[:7])]])
+    assert batch.features.shape == (2, 64, 2 * target.info.hidden_size)
+    ends = [len(texts[0].tokens) - 1, len(texts[1].tokens) - 1, 6]
+    starts = [0, ends[0], 64]
+    want = [
+        list(range(start + text.num_prompt - 1, start + end))
+        for text, start, end in zip(texts, starts, ends, strict=False)
+    ]
+    assert batch.anchors.tolist() == [place for one in want for place in one]
+    assert [(d.tokens, d.start) for d in batch.documents] == [
+        (text.tokens[:end], start) for text, start, end in zip(texts, starts, ends, strict=False)
+    ]
+    assert batch.positions[0, ends[0]] == 0
+    assert batch.segments[1].tolist() == [0] * 6 + [-1] * 58
+
+
+@torch.no_grad()
+def test_lessons_stop_where_the_text_does(target: TargetModel, texts: list[Text]) -> None:
+    batch = packer_for(target)([texts[:2], texts[2:3]])
+    given = lessons(batch, batch.anchors, 5, target)
+    logits = target.logits(batch.last.flatten(0, 1)).softmax(-1)
+    for a, place in enumerate(batch.anchors.tolist()):
+        document = max((d for d in batch.documents if d.start <= place), key=lambda d: d.start)
+        text = texts[batch.documents.index(document)]
+        t = place - document.start
+        for k in range(5):
+            there = t + k + 1 < len(text.tokens)
+            assert given.known[a, k] == there
+            if there:
+                assert given.labels[a, k] == text.tokens[t + k + 1]
+                assert given.before[a, k] == text.tokens[t + k]
+                assert torch.equal(given.laws[a, k], logits[place + k])
+
+
+def test_some_places() -> None:
+    places = torch.arange(10, 40)
+    assert some(places, 30, None) is places
+    assert some(places, 3, None).tolist() == [10, 20, 30]
+    drawn = some(places, 9, torch.Generator().manual_seed(1)).tolist()
+    assert drawn == sorted(set(drawn))
+    assert drawn != some(places, 9, torch.Generator().manual_seed(2)).tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("reads", [False, True])
+def test_the_forward_is_that_of_use(
+    target: TargetModel, texts: list[Text], tmp_path: Path, name: str, reads: bool
+) -> None:
+    """Every anchor of a packed batch against a drafter whose slot has been fed up to it."""
+    config, read = block_config(target.info, **KINDS[name]), reader_config(target.info)
+    write_block(tmp_path, config)
+    steps = steps_for(target, texts, config, reader=reader_for(read) if reads else None)
+    if reads:
+        save_reader(tmp_path, read, random_tensors(reader_tensors(read), 1))
+    batch = packer_for(target)([texts[:2], texts[2:3]])
+    places = batch.anchors[::3]
+    given = lessons(batch, places, config.num_drafts, target)
+    logits = steps.guesses(batch, places, given).logits
+    drafter = BlockDrafter(path=str(tmp_path))
+    for a, place in enumerate(places.tolist()):
+        document = max((d for d in batch.documents if d.start <= place), key=lambda d: d.start)
+        t = place - document.start
+        engine = make_engine(target, drafter, slots=1, nodes=8)
+        slot = engine.state.acquire()
+        if t:
+            features = batch.features.flatten(0, 1)[document.start : place]
+            drafter.prefill(slot, document.tokens[1 : t + 1], features)
+            target.prefill(document.tokens[:t], slot, engine.state)
+        h = drafter._outputs([slot], torch.tensor([document.tokens[t]]))
+        want = drafter.model.logits(h)[0]
+        if config.markov_rank:
+            want = want + drafter.model.correction(given.before[a])
+        torch.testing.assert_close(logits[a], want, rtol=1e-3, atol=2e-4)
+
+
+def test_states_are_those_before_the_anchor(target: TargetModel, texts: list[Text]) -> None:
+    tokens, engine = texts[0].tokens, make_engine(target, log=16)
+    found = States(target, (1, 0))(tokens, [0, 4, 9])
+    assert [x.shape for x in found] == [(3, *engine.state.layers[0].S.shape[1:])] * 2
+    for i, count in enumerate((0, 4, 9)):
+        slot = engine.state.acquire()
+        for token in tokens[:count]:
+            target.prefill([token], slot, engine.state)
+        for layer, states in zip((1, 0), found, strict=True):
+            want = engine.state.layers[layer].S[slot]
+            torch.testing.assert_close(states[i], want, rtol=1e-4, atol=1e-5)
+
+
+def test_losses_written_out() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, 4, 6, generator=generator).double()
+    laws = torch.softmax(2 * torch.randn(3, 4, 6, generator=generator).double(), dim=-1)
+    confidence = torch.randn(3, 4, generator=generator).double()
+    labels = torch.randint(6, (3, 4), generator=generator)
+    known = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    given = Lessons(labels=labels, known=known, laws=laws, before=labels)
+    for shares in (Shares(0.1, 0.9, 1.0, 4.0), Shares(1.0, 0.0, 0.0, 7.0), READER):
+        total = weight = 0.0
+        for a in range(3):
+            for k in range(int(known[a].sum())):
+                w = math.exp(-k / shares.decay)
+                p = torch.softmax(logits[a, k], -1)
+                gap = float((p - laws[a, k]).abs().sum())
+                c, label = float(torch.sigmoid(confidence[a, k])), 1 - gap / 2
+                one = -shares.ce * math.log(float(p[labels[a, k]])) + shares.l1 * gap
+                entropy = label * math.log(c) + (1 - label) * math.log(1 - c)
+                total += w * (one - shares.confidence * entropy)
+                weight += w
+        found = block_loss(logits, confidence if shares.confidence else None, given, shares)
+        assert float(found) == pytest.approx(total / weight, rel=1e-10)
+
+
+def test_each_kind_has_its_papers_loss(target: TargetModel) -> None:
+    assert shares_for(block_config(target.info)) == (0.1, 0.9, 1.0, 4.0)
+    no_confidence = {"confidence_head": False, "confidence_with_markov": False}
+    assert shares_for(block_config(target.info, **no_confidence)) == (0.1, 0.9, 0.0, 4.0)
+    assert shares_for(block_config(target.info, **DFLASH)) == (1.0, 0.0, 0.0, 4.0)
+    large = block_config(target.info, **DFLASH, **{"block_size": 16})
+    assert shares_for(large).decay == 7.0
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_going_on_is_not_having_stopped(
+    target: TargetModel, texts: list[Text], tmp_path: Path, reads: bool
+) -> None:
+    """Weights after four steps, bit for bit; anchors are drawn the same."""
+    config = block_config(target.info)
+    recipe = BlockRecipe(rows=2, length=64, steps=8, lr=1e-3, warmup=2, anchors=11)
+
+    def fresh(recipe: BlockRecipe = recipe) -> BlockSteps:
+        reader = reader_for(reader_config(target.info)) if reads else None
+        return steps_for(target, texts, config, recipe=recipe, reader=reader, joint=reads)
+
+    straight, first, second = fresh(), fresh(), fresh()
+    losses = [straight.train_step() for _ in range(4)]
+    assert [first.train_step() for _ in range(2)] == losses[:2]
+    first.save(tmp_path)
+    assert second.restore(tmp_path)
+    assert [second.train_step() for _ in range(2)] == losses[2:]
+    for name, p in straight.net.state_dict().items():
+        assert torch.equal(p, second.net.state_dict()[name]), name
+    with pytest.raises(ConfigError, match="recipe"):
+        fresh(replace(recipe, anchors=12)).restore(tmp_path)
+
+
+def tau_in_use(target: TargetModel, drafter: BlockDrafter, texts: Sequence[Text]) -> float:
+    """Tokens per round of the texts' prompts; asserts that they say what the target says."""
+    engine: Engine = make_engine(target, drafter, slots=4, nodes=8)
+    requests = [
+        request(str(i), text.tokens[: text.num_prompt], max_tokens=20)
+        for i, text in enumerate(texts)
+    ]
+    done = drive(engine, requests).completions
+    for i, text in enumerate(texts):
+        assert done[str(i)].token_ids == text.tokens[text.num_prompt :]
+    said = [c.speculation for c in done.values()]
+    return sum(s.rounds + s.accepted for s in said) / sum(s.rounds for s in said)
+
+
+def test_training_makes_a_drafter_that_is_accepted(
+    target: TargetModel, texts: list[Text], tmp_path: Path
+) -> None:
+    """First the drafter, by held-out figure and in the engine; then its reader alone: the
+    drafter's weights stay, the loss falls."""
+    config = block_config(target.info)
+    recipe = BlockRecipe(rows=2, length=64, steps=60, lr=5e-3, warmup=3, anchors=48)
+    steps = steps_for(target, texts[:20], config, recipe=recipe)
+    torch.manual_seed(0)
+    steps.net.reset_parameters()
+    steps.net.start_from(target.final_norm)
+    notes: list[str] = []
+    held = all_batches(packer_for(target), texts[20:], recipe)
+    before = steps.figures(held).tau
+    found = Session(tmp_path, steps, held)(every=30, minutes=9, note=notes.append)
+    assert len(notes) == 3
+    assert found.tau > before + 0.4
+    chain = BlockDrafter(path=str(tmp_path / "checkpoint"), top_k=1, tau=1e9)
+    assert tau_in_use(target, chain, texts[20:]) > before + 0.4
+
+    kept = {name: p.clone() for name, p in steps.net.tensors().items()}
+    reader = ReaderNet(reader_config(target.info))
+    second = BlockSteps(
+        target, steps.net, packer_for(target), texts[:20], recipe, shares=READER, reader=reader
+    )
+    assert second.figures(held) == steps.figures(held)
+    losses = [second.train_step() for _ in range(20)]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert all(torch.equal(p, kept[name]) for name, p in steps.net.tensors().items())
+    assert any(p.abs().max() > 0 for p in reader.mlp.parameters())  # type: ignore[union-attr]
+    second.keep(tmp_path / "read")
+    drafter = BlockDrafter(path=str(tmp_path / "read"), top_k=1, tau=1e9)
+    assert drafter.info.name == "block+reader"
+    assert tau_in_use(target, drafter, texts[20:]) > before + 0.4
