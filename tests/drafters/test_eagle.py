@@ -18,6 +18,7 @@ from torch import Tensor
 from specla.drafters import DraftRow, Observation, build
 from specla.drafters.base import FeatureDrafter
 from specla.drafters.eagle import EagleDrafter
+from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_model import EagleModel, Tips
 from specla.errors import ConfigError, InvalidCheckpoint
 from specla.models.base import TargetModel
@@ -74,7 +75,8 @@ def seen(slot: int, emitted: Sequence[int]) -> Observation:
 
 
 def committed(model: EagleModel, slot: int) -> tuple[Tensor, ...]:
-    return tuple(x.clone() for x in model.roots([slot]))
+    tips = model.roots([slot])
+    return tuple(x.clone() for x in (tips.y, *tips.memory))
 
 
 def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
@@ -123,7 +125,7 @@ def test_any_acceptance_lengths_leave_the_state_of_encoding_one_by_one(
             single.feed([seen(slot, texts[slot][i : i + 1])], given[slot][i : i + 1])
             single.draft([row(texts[slot][: i + 1], slot, 0)])
         assert same(committed(many.model, slot), committed(single.model, slot))
-        assert many.model.state.logs[slot].committed_len == 23
+        assert gdn(many).state.logs[slot].committed_len == 23
 
 
 def test_the_prompt_in_chunks_is_the_prompt_token_by_token(
@@ -193,11 +195,11 @@ def test_encoding_equals_stepping(folder: Path, target: TargetModel) -> None:
     drafter.draft([row(tokens[1], 1, 0)])
     truth = outputs(rng, target, 1)
     tips = drafter.model.roots([1])
-    tips = Tips(tips.S, tips.window, drafter.model.features(truth))
+    tips = Tips(drafter.model.features(truth), tips.memory)
     stepped = drafter.model.step(tips, [0], [3])
     drafter.feed([seen(1, [3])], truth)
     drafter.draft([row([*tokens[1], 3], 1, 0)])
-    assert same(committed(drafter.model, 1), stepped)
+    assert same(committed(drafter.model, 1), (stepped.y, *stepped.memory))
 
 
 def test_drafting_leaves_no_trace(folder: Path, target: TargetModel) -> None:
@@ -205,7 +207,7 @@ def test_drafting_leaves_no_trace(folder: Path, target: TargetModel) -> None:
     drafter, tokens = started(folder, target, random.Random(8), tau=50.0)
     rows = [row(t, s) for s, t in tokens.items()]
     first = drafter.draft(rows)
-    state = drafter.model.state
+    state = gdn(drafter).state
     before = [x.clone() for x in _tensors(drafter.model)]
     logs = [repr(log) for log in state.logs]
     assert drafter.draft(rows) == first
@@ -214,8 +216,14 @@ def test_drafting_leaves_no_trace(folder: Path, target: TargetModel) -> None:
 
 
 def _tensors(model: EagleModel) -> list[Tensor]:
-    held = [x for y in model.state.layers for x in (y.S, *y.factors, y.tail, y.inputs)]
+    assert isinstance(model.mixer, GdnMixer)
+    held = [x for y in model.mixer.state.layers for x in (y.S, *y.factors, y.tail, y.inputs)]
     return [*held, model._last]
+
+
+def gdn(drafter: EagleDrafter) -> GdnMixer:
+    assert isinstance(drafter.model.mixer, GdnMixer)
+    return drafter.model.mixer
 
 
 def test_rows_do_not_see_each_other(folder: Path, target: TargetModel) -> None:
@@ -319,8 +327,7 @@ def test_layers_counted_by_input_are_converted(tmp_path: Path, target: TargetMod
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("architectures", ["LlamaForCausalLMEagle3"], "architectures"),
-        ("mixer", "mamba", "mixer"),
+        ("architectures", ["LlamaForCausalLM"], "architectures"),
         ("target_layer_ids", [1, 1], "target_layer_ids"),
         ("draft_vocab_size", 10**6, "draft_vocab_size"),
         ("draft_vocab_size", None, "draft_vocab_size"),

@@ -27,8 +27,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
     return load_target(tmp_path_factory.mktemp("target"))
 
 
-def config_for(target: TargetModel, **changes: object) -> EagleConfig:
-    sizes = {"num_heads": 2, "num_v_heads": 2, "draft_vocab_size": 9, **changes}
+ATTENTION = {"mixer": "attention", "num_heads": 4, "head_v_dim": 8}
+MIXERS: dict[str, dict[str, object]] = {"gdn": {}, "attention": ATTENTION}
+either = pytest.mark.parametrize("mixer", MIXERS)
+
+
+def config_for(target: TargetModel, mixer: str = "gdn", **changes: object) -> EagleConfig:
+    sizes = {"num_heads": 2, "num_v_heads": 2, "draft_vocab_size": 9, **MIXERS[mixer], **changes}
     return toy_config(target.info, **sizes)
 
 
@@ -121,10 +126,11 @@ def test_two_reads_are_a_state_for_every_pair(target: TargetModel, chunk: int) -
         assert (got[s][s:] - want).abs().max() < 1e-12 * want.abs().max()
 
 
-def test_a_step_ahead_is_a_draft(target: TargetModel, tmp_path: Path) -> None:
+@either
+def test_a_step_ahead_is_a_draft(target: TargetModel, tmp_path: Path, mixer: str) -> None:
     """Step s of the module, saved and loaded, is s sequential steps of the drafter from the state
     after the pair that many before."""
-    net = net_for(config_for(target))
+    net = net_for(config_for(target, mixer))
     net.save(tmp_path)
     drafter = EagleDrafter(path=str(tmp_path))
     drafter.bind(target, num_slots=1, max_nodes=8, exact=False)
@@ -149,8 +155,9 @@ def test_a_step_ahead_is_a_draft(target: TargetModel, tmp_path: Path) -> None:
     assert model.target_ids(torch.arange(9)).tolist() == net.d2t.tolist()
 
 
-def test_documents_in_a_row_do_not_meet(target: TargetModel) -> None:
-    net = wide(net_for(config_for(target)))
+@either
+def test_documents_in_a_row_do_not_meet(target: TargetModel, mixer: str) -> None:
+    net = wide(net_for(config_for(target, mixer)))
     lengths = [7, 1, 12, 3]
     packed = pairs_of(net, lengths, torch.float64)
     together = net.unroll(packed, STEPS, chunk=8)
@@ -166,8 +173,9 @@ def test_documents_in_a_row_do_not_meet(target: TargetModel) -> None:
         start += length
 
 
-def test_gradients_stay_in_their_document(target: TargetModel) -> None:
-    net = wide(net_for(config_for(target)))
+@either
+def test_gradients_stay_in_their_document(target: TargetModel, mixer: str) -> None:
+    net = wide(net_for(config_for(target, mixer)))
     pairs = pairs_of(net, [9, 10], torch.float64)
     features = pairs.features.requires_grad_()
     outputs = net.unroll(pairs._replace(features=features), STEPS, chunk=8)
@@ -180,10 +188,12 @@ def test_gradients_stay_in_their_document(target: TargetModel) -> None:
     assert features.grad[:, 9:].any(dim=-1).all()
 
 
-def test_gradients_agree_with_differences(target: TargetModel) -> None:
-    net = wide(net_for(config_for(target)))
+@either
+def test_gradients_agree_with_differences(target: TargetModel, mixer: str) -> None:
+    net = wide(net_for(config_for(target, mixer)))
     pairs = pairs_of(net, [11], torch.float64)
-    p = net.midlayer.linear_attn.k_proj.weight
+    layer = net.midlayer
+    p = (layer.linear_attn if mixer == "gdn" else layer.self_attn).k_proj.weight
 
     def loss() -> Tensor:
         return torch.stack([y[:, STEPS:].sin().sum() for y in net.unroll(pairs, STEPS, 4)]).sum()

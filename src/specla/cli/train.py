@@ -59,6 +59,7 @@ def train(
     layers: Annotated[
         str | None, typer.Option(help="Feature layers (outputs), such as 1,11,20.")
     ] = None,
+    mixer: Annotated[str, typer.Option(help="gdn, or attention as in EAGLE-3.")] = "gdn",
     hidden_size: Annotated[int | None, typer.Option(help="Default: the target's.")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Default: 8/3 of it.")] = None,
     heads: Annotated[int | None, typer.Option(help="Default: the target's.")] = None,
@@ -105,6 +106,7 @@ def train(
             num_heads=heads,
             head_dim=head_dim,
             head_v_dim=head_v_dim,
+            mixer=mixer,
             draft_vocab_size=draft_vocab,
             target_layer_ids=_layer_ids(layers),
         )

@@ -133,7 +133,7 @@ class EagleDrafter:
 
     def _encode(self, slots: Sequence[int]) -> None:
         """Bring the state of these slots up to what has been accepted."""
-        limit = self.model.state.max_nodes
+        limit = self.model.mixer.max_tokens
         while waiting := [slot for slot in slots if slot in self._pending]:
             given = [self._pending.pop(slot) for slot in waiting]
             self.model.encode(

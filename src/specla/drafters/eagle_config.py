@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE drafters with a Gated DeltaNet mixer: config.json, tensor table, and what must agree.
+"""EAGLE drafters: config.json, tensor table, and what must agree.
 
 Keys and tensor names are those of published EAGLE-3 checkpoints where the architecture is the
-same; the mixer's are fla's. Feature layers are layer OUTPUTS (`models.features`): a file that
-counts inputs, as EAGLE-3 does (`eagle_aux_hidden_state_layer_ids`), is converted here.
+same; the recurrent mixer's are fla's. Feature layers are layer OUTPUTS (`models.features`): a
+file that counts inputs, as EAGLE-3 does (`eagle_aux_hidden_state_layer_ids`), is converted here.
 
 Source: EAGLE-3 (arXiv 2503.01840) for what it computes; the mixer is our own.
 """
@@ -20,9 +20,9 @@ from specla.models.fields import Fields
 from specla.models.weights import Shape
 from specla.ops.contract import RecurrentShape
 
-ARCHITECTURE = "GatedDeltaNetForCausalLMEagle3"
-MODEL_TYPE = "gated_deltanet_eagle"
-MIXERS = ("gdn",)
+ARCHITECTURES = {"gdn": "GatedDeltaNetForCausalLMEagle3", "attention": "LlamaForCausalLMEagle3"}
+"""By mixer."""
+MODEL_TYPES = {"gdn": "gated_deltanet_eagle", "attention": "llama"}
 _MAX_LAYERS = 1024
 
 
@@ -30,6 +30,8 @@ _MAX_LAYERS = 1024
 class EagleConfig:
     """Sizes of a drafter, and the target it was made for.
 
+    mixer: "gdn" or "attention", whose num_v_heads are Llama's num_key_value_heads, and whose
+    head_v_dim is head_dim; rope_theta is attention's, conv_size is not.
     hidden_size: the drafter's own width; target_hidden_size, vocab_size, target_layer_ids: the
     target's. draft_vocab_size: rows of its own head; None where it shares the target's head and
     width. fc_norm: a norm per feature. target_fingerprint (see `ModelInfo`), tokenizer_hash: what
@@ -52,6 +54,7 @@ class EagleConfig:
     fc_norm: bool
     target_fingerprint: str | None
     tokenizer_hash: str | None
+    rope_theta: float = 10000.0
 
     @property
     def recurrent(self) -> RecurrentShape:
@@ -74,12 +77,22 @@ class EagleConfig:
         """config.json's content."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         fields["target_layer_ids"] = list(self.target_layer_ids)
+        if self.mixer == "attention":
+            fields = {_LLAMA.get(name, name): value for name, value in fields.items()}
         return {
-            "architectures": [ARCHITECTURE],
-            "model_type": MODEL_TYPE,
+            "architectures": [ARCHITECTURES[self.mixer]],
+            "model_type": MODEL_TYPES[self.mixer],
             "num_hidden_layers": 1,
             **fields,
         }
+
+
+# Our field -> Llama's, in checkpoints with attention.
+_LLAMA = {
+    "num_heads": "num_attention_heads",
+    "num_v_heads": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+}
 
 
 def parse_eagle_config(values: Mapping[str, Any], where: str) -> EagleConfig:
@@ -89,37 +102,52 @@ def parse_eagle_config(values: Mapping[str, Any], where: str) -> EagleConfig:
         InvalidCheckpoint: not such a drafter, or a field that no such drafter can have.
     """
     listed = values.get("architectures")
-    if listed != [ARCHITECTURE]:
+    mixer = next((m for m, name in ARCHITECTURES.items() if listed == [name]), None)
+    if mixer is None:
+        names = " or ".join(f"[{name!r}]" for name in ARCHITECTURES.values())
         raise InvalidCheckpoint(
-            f"architectures in {where} must be [{ARCHITECTURE!r}] for drafter eagle, got "
-            f"{listed!r}; give the folder of a drafter that `specla train --kind eagle` wrote"
+            f"architectures in {where} must be {names} for drafter eagle, got {listed!r}; give "
+            "the folder of a drafter that `specla train --kind eagle` wrote"
         )
+    name: Mapping[str, str] = _LLAMA if mixer == "attention" else {}
     read = Fields(values, where)
-    heads = read.count("num_heads")
-    v_heads = read.count("num_v_heads", default=heads)
-    if v_heads % heads:
-        read.fail("num_v_heads", f"a multiple of num_heads ({heads})", v_heads)
+    heads = read.count(name.get("num_heads", "num_heads"))
+    v_heads = read.count(name.get("num_v_heads", "num_v_heads"), default=heads)
+    fewer, more = (heads, v_heads) if mixer == "gdn" else (v_heads, heads)
+    if more % fewer:
+        read.fail("the larger number of heads", f"a multiple of the other ({fewer})", more)
+    head_dim = read.count("head_dim", default=_head_dim(read, heads) if name else None)
+    if mixer == "attention" and head_dim % 2:
+        read.fail("head_dim", "even: positions rotate its halves", head_dim)
     config = EagleConfig(
         hidden_size=read.count("hidden_size"),
         intermediate_size=read.count("intermediate_size"),
         num_heads=heads,
         num_v_heads=v_heads,
-        head_dim=read.count("head_dim"),
-        head_v_dim=read.count("head_v_dim"),
+        head_dim=head_dim,
+        head_v_dim=read.count("head_v_dim", default=head_dim if name else None),
         conv_size=read.count("conv_size", default=4, least=2, most=64),
-        norm_eps=read.positive("norm_eps", default=1e-6),
-        mixer=read.choice("mixer", MIXERS),
-        target_hidden_size=read.count("target_hidden_size"),
+        norm_eps=read.positive(name.get("norm_eps", "norm_eps"), default=1e-6),
+        mixer=mixer,
+        target_hidden_size=read.count(
+            "target_hidden_size", default=read.count("hidden_size") if name else None
+        ),
         vocab_size=read.count("vocab_size"),
         target_layer_ids=_layer_ids(values, where),
         draft_vocab_size=_draft_vocab(read),
         fc_norm=read.flag("fc_norm", default=False),
         target_fingerprint=read.text("target_fingerprint"),
         tokenizer_hash=read.text("tokenizer_hash"),
+        rope_theta=read.positive("rope_theta", default=10000.0),
     )
     if config.draft_vocab_size is None and config.hidden_size != config.target_hidden_size:
         read.fail("draft_vocab_size", "given where hidden_size is not the target's", None)
     return config
+
+
+def _head_dim(read: Fields, heads: int) -> int:
+    """Llama's default."""
+    return read.count("hidden_size") // heads
 
 
 def _layer_ids(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -199,8 +227,21 @@ def expected_tensors(config: EagleConfig) -> dict[str, Shape]:
 
 def _mixer(config: EagleConfig) -> dict[str, Shape]:
     """Inputs are [normed embedding; normed feature], side by side."""
-    inputs, G = config.target_hidden_size + config.hidden_size, config.num_v_heads
-    HK, GV, W = config.num_heads * config.head_dim, G * config.head_v_dim, config.conv_size
+    inputs = config.target_hidden_size + config.hidden_size
+    return _gdn(config, inputs) if config.mixer == "gdn" else _attention(config, inputs)
+
+
+def _attention(config: EagleConfig, inputs: int) -> dict[str, Shape]:
+    query, kv = config.num_heads * config.head_dim, config.num_v_heads * config.head_dim
+    rows = {"q": query, "k": kv, "v": kv}
+    mixer: dict[str, Shape] = {f"{n}_proj.weight": (count, inputs) for n, count in rows.items()}
+    mixer["o_proj.weight"] = (config.hidden_size, query)
+    return {f"self_attn.{name}": shape for name, shape in mixer.items()}
+
+
+def _gdn(config: EagleConfig, inputs: int) -> dict[str, Shape]:
+    G, W = config.num_v_heads, config.conv_size
+    HK, GV = config.num_heads * config.head_dim, G * config.head_v_dim
     named = {"q": HK, "k": HK, "v": GV, "g": GV, "a": G, "b": G}
     mixer: dict[str, Shape] = {f"{n}_proj.weight": (rows, inputs) for n, rows in named.items()}
     mixer |= {f"{n}_conv1d.weight": (named[n], 1, W) for n in "qkv"}

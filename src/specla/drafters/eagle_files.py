@@ -58,7 +58,11 @@ def load_weights(folder: Path, config: EagleConfig, target: TargetModel) -> Eagl
         fc=tensors["fc.weight"],
         fc_norms=torch.stack(norms) if norms else None,
         embed_norm=tensors["midlayer.input_layernorm.weight"],
-        block=_block(tensors),
+        feature_norm=tensors["midlayer.hidden_norm.weight"],
+        mixer=_gdn(tensors) if config.mixer == "gdn" else _attention(tensors),
+        mlp_norm=tensors["midlayer.post_attention_layernorm.weight"],
+        gate_up=_cat(tensors, "mlp.{}_proj.weight", ("gate", "up")),
+        down=tensors["midlayer.mlp.down_proj.weight"],
         norm=tensors["norm.weight"],
         head=target.head_weight if head is None else head,
         embeddings=target.embeddings,
@@ -66,22 +70,28 @@ def load_weights(folder: Path, config: EagleConfig, target: TargetModel) -> Eagl
     )
 
 
-def _block(tensors: dict[str, Tensor]) -> BlockWeights:
-    def cat(pattern: str, parts: str | tuple[str, ...]) -> Tensor:
-        return torch.cat([tensors[f"midlayer.{pattern.format(part)}"] for part in parts])
+def _cat(tensors: dict[str, Tensor], pattern: str, parts: str | tuple[str, ...]) -> Tensor:
+    return torch.cat([tensors[f"midlayer.{pattern.format(part)}"] for part in parts])
 
+
+def _gdn(tensors: dict[str, Tensor]) -> BlockWeights:
+    prefix = "midlayer.linear_attn."
     return BlockWeights(
         attn_norm=tensors["midlayer.hidden_norm.weight"],
-        in_proj=cat("linear_attn.{}_proj.weight", "qkvgab"),
-        conv=cat("linear_attn.{}_conv1d.weight", "qkv").squeeze(1),
-        A=-tensors["midlayer.linear_attn.A_log"].exp(),
-        dt_bias=tensors["midlayer.linear_attn.dt_bias"],
-        o_norm=tensors["midlayer.linear_attn.o_norm.weight"],
-        o_proj=tensors["midlayer.linear_attn.o_proj.weight"],
+        in_proj=_cat(tensors, "linear_attn.{}_proj.weight", "qkvgab"),
+        conv=_cat(tensors, "linear_attn.{}_conv1d.weight", "qkv").squeeze(1),
+        A=-tensors[prefix + "A_log"].exp(),
+        dt_bias=tensors[prefix + "dt_bias"],
+        o_norm=tensors[prefix + "o_norm.weight"],
+        o_proj=tensors[prefix + "o_proj.weight"],
         mlp_norm=tensors["midlayer.post_attention_layernorm.weight"],
-        gate_up=cat("mlp.{}_proj.weight", ("gate", "up")),
+        gate_up=_cat(tensors, "mlp.{}_proj.weight", ("gate", "up")),
         down=tensors["midlayer.mlp.down_proj.weight"],
     )
+
+
+def _attention(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensors[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkvo"}
 
 
 def _target_ids(

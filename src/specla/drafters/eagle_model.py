@@ -1,49 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer of an EAGLE drafter with a Gated DeltaNet mixer, and its state.
+"""The layer of an EAGLE drafter.
 
     g_t = fc [RN_1(h^a_t); RN_2(h^b_t); ...]         the target's outputs; or y of the step above
     r_t = g_t + mixer([RN(e(x_{t+1})); RN(g_t)])     e: the target's embeddings
     y_t = r_t + mlp(RN(r_t))                         not normed: the next step's feature
     logits of x_{t+2} = head(RN(y_t))
 
-Its state lives in a `State` of one layer, with the target's slot numbers: `encode` is a verify of
-one chain per row and commits all of it, `prefill` the chunked form. Drafting starts from what is
-committed (`roots`) and carries states of its own, so nothing it computes can reach the log.
+The mixer, with its memory of every slot, is `eagle_gdn` or `eagle_attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specla.drafters.eagle_attention import AttentionMixer
 from specla.drafters.eagle_config import EagleConfig
-from specla.models.gdn_decoder import Block, Convolve, Recur
+from specla.drafters.eagle_gdn import GdnMixer
+from specla.drafters.eagle_mixer import Memory, Mixer
+from specla.models.gdn_decoder import Block
 from specla.models.gdn_weights import BlockWeights
-from specla.ops import conv, gdn
-from specla.ops.gdn import reference
 from specla.ops.linear import Linear
-from specla.ops.norm import rms_norm
-from specla.state import State
-from specla.state.plan import compile_round
-from specla.topology.tree import DraftTree
+from specla.ops.norm import rms_norm, swiglu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleWeights:
-    """fc [D, F * target]; fc_norms [F, target] or None; embed_norm [target], feature_norm [D];
-    block: its in_proj reads target + D columns, its attn_norm is feature_norm; norm [D]; head
-    [draft vocabulary, D]; embeddings [vocab, target], the target's; d2t [draft vocabulary] int64,
-    target ids of the head's rows, or None where they are the same."""
+    """fc [D, F * target]; fc_norms [F, target] or None; embed_norm [target], feature_norm,
+    mlp_norm, norm [D]; gate_up [2 I, D], down [D, I]; mixer: the recurrent mixer's weights (its
+    in_proj reads target + D columns), or attention's q, k, v, o; head [draft vocabulary, D];
+    embeddings [vocab, target], the target's; d2t [draft vocabulary] int64, target ids of the
+    head's rows, or None where they are the same."""
 
     fc: Tensor
     fc_norms: Tensor | None
     embed_norm: Tensor
-    block: BlockWeights
+    feature_norm: Tensor
+    mixer: BlockWeights | dict[str, Tensor]
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
     norm: Tensor
     head: Tensor
     embeddings: Tensor
@@ -51,36 +51,33 @@ class EagleWeights:
 
 
 class Tips(NamedTuple):
-    """Where n paths have got to: S [n, G, V, K], window [n, W-1, C] of raw conv inputs, y [n, D].
-    Every tensor is the drafter's own: nothing here is a view of the state."""
+    """Where n paths have got to: y [n, D] of their last token, and what the mixer remembers."""
 
-    S: Tensor
-    window: Tensor
     y: Tensor
+    memory: Memory
 
 
 class EagleModel:
     """The forward of one drafter over the slots of one engine.
 
     Args:
-        num_slots, max_nodes: as the target's state has them; `encode` takes at most max_nodes
-            tokens per row.
+        num_slots, max_nodes: as the target's state has them.
     """
 
     def __init__(
         self, config: EagleConfig, weights: EagleWeights, *, num_slots: int, max_nodes: int
     ) -> None:
         self.config, self._weights = config, weights
-        dtype, device = weights.fc.dtype, weights.fc.device
-        self._block = Block(
-            weights.block, config.recurrent, eps=config.norm_eps, gated=True, beta_scale=1.0
-        )
-        self._fc, self._head = Linear(weights.fc), Linear(weights.head)
-        self.state = State(
-            config.recurrent, num_slots=num_slots, max_nodes=max_nodes, dtype=dtype, device=device
-        )
+        self.mixer = _mixer(config, weights, num_slots=num_slots, max_nodes=max_nodes)
+        self._linears = {
+            "fc": Linear(weights.fc),
+            "gate_up": Linear(weights.gate_up),
+            "down": Linear(weights.down),
+            "lm_head": Linear(weights.head),
+            **self.mixer.linears,
+        }
         # The last output of each slot: what its next tree grows from.
-        self._last = torch.zeros(num_slots + 1, config.hidden_size, dtype=dtype, device=device)
+        self._last = weights.fc.new_zeros(num_slots + 1, config.hidden_size)
 
     def check_rows(self) -> None:
         """Make every product row-invariant, so that a row's tree does not depend on others.
@@ -88,10 +85,8 @@ class EagleModel:
         Raises:
             ExactnessUnavailable: no such product exists here.
         """
-        for name, linear in self._block.linears.items():
-            linear.check(f"drafter midlayer.{name}")
-        self._fc.check("drafter fc")
-        self._head.check("drafter lm_head")
+        for name, linear in self._linears.items():
+            linear.check(f"drafter {name}")
 
     def features(self, rows: Tensor) -> Tensor:
         """The target's outputs, side by side [T, F * target] -> g [T, D]."""
@@ -102,11 +97,12 @@ class EagleModel:
             rows = torch.cat(
                 [rms_norm(x, norm, eps) for x, norm in zip(parts, norms, strict=True)], dim=-1
             )
-        return self._fc(rows.contiguous())
+        return self._linears["fc"](rows.contiguous())
 
     def logits(self, y: Tensor) -> Tensor:
         """y [n, D] -> [n, draft vocabulary], compute dtype."""
-        return self._head(rms_norm(y, self._weights.norm, self.config.norm_eps))
+        y = rms_norm(y, self._weights.norm, self.config.norm_eps)
+        return self._linears["lm_head"](y)
 
     def target_ids(self, ids: Tensor) -> Tensor:
         """The target's token ids of the head's rows `ids`."""
@@ -115,93 +111,74 @@ class EagleModel:
 
     def reset(self, slot: int) -> None:
         """Back to the empty sequence (rule I6)."""
-        self.state.reset(slot)
+        self.mixer.reset(slot)
         self._last[slot].zero_()
 
     def copy(self, slot: int, to: int) -> None:
         """`to` goes on from where `slot` is."""
-        for layer in self.state.layers:
-            for tensor in (layer.S, *layer.factors, layer.tail, layer.inputs):
-                tensor[to] = tensor[slot]
-        log = self.state.logs[slot]
-        for name in type(log).__slots__:
-            setattr(self.state.logs[to], name, getattr(log, name))
+        self.mixer.copy(slot, to)
         self._last[to] = self._last[slot]
 
     def prefill(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
         """A chunk of the prompt: tokens[i] follows the token whose outputs are features[i]."""
-        layer, tail = self.state.layers[0], self.state.tail(0, slot)
-
-        def convolve(x: Tensor, weight: Tensor) -> Tensor:
-            y, tail[:] = conv.prefill(x, weight, tail)
-            return y
-
-        def recur(x: gdn.Inputs) -> Tensor:
-            o, layer.S[slot] = reference.prefill(layer.S[slot], x)
-            return o
-
-        y = self._forward(self._ids(tokens), self.features(features), convolve, recur)
+        y = self._forward(tokens, self.features(features), lambda x: self.mixer.prefill(slot, x))
         self._last[slot] = y[-1]
-        self.state.advance(slot, len(tokens))
 
     def encode(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], features: Tensor
     ) -> None:
         """Accepted tokens of several rows, with the target's true outputs; all are committed.
 
-        tokens[b]: 1 .. max_nodes of row b, in order; features: their rows end to end, each the
-        outputs of the token before.
+        tokens[b]: 1 .. `mixer.max_tokens` of row b, in order; features: their rows end to end,
+        each the outputs of the token before.
         """
-        logs = [self.state.logs[slot] for slot in slots]
-        chains = [DraftTree.chain(row[0], row[1:]) for row in tokens]
-        plan = compile_round(
-            slots, logs, chains, conv_width=self.config.conv_size, device=self.state.device
-        )
-        layer = self.state.layers[0]
+        lengths = [len(row) for row in tokens]
+        flat = [token for row in tokens for token in row]
         y = self._forward(
-            plan.tokens,
-            self.features(features),
-            partial(conv.verify, layer, plan),
-            partial(reference.verify, layer, plan),
+            flat, self.features(features), lambda x: self.mixer.encode(slots, lengths, x)
         )
-        self._last[plan.slots] = y[[end - 1 for end in plan.offsets[1:]]]
-        for log, chain in zip(logs, chains, strict=True):
-            log.commit(tuple(range(chain.num_nodes)))
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        self._last[list(slots)] = y[ends.to(y.device)]
 
     def roots(self, slots: Sequence[int]) -> Tips:
         """What is committed, a path per slot."""
-        states = [self.state.committed_state(slot)[0] for slot in slots]
-        return Tips(
-            torch.stack([S for S, _ in states]),
-            torch.stack([window for _, window in states]),
-            self._last[list(slots)],
-        )
+        return Tips(self._last[list(slots)], self.mixer.roots(slots))
 
     def step(self, tips: Tips, source: Sequence[int], ids: Sequence[int]) -> Tips:
         """One token below each of some paths: ids[i] (target ids) below path source[i], with
         that path's y as its feature."""
-        above = Tips(*(x[list(source)] for x in tips))
-        S, windows = above.S, []
+        memories: list[Memory] = []
 
-        def convolve(x: Tensor, weight: Tensor) -> Tensor:
-            y, below = conv.step(above.window, x, weight)
-            windows.append(below)
+        def mix(x: Tensor) -> Tensor:
+            y, memory = self.mixer.step(tips.memory, source, x)
+            memories.append(memory)
             return y
 
-        def recur(x: gdn.Inputs) -> Tensor:
-            k = reference.per_value_head(x.k, S.shape[1])
-            reference.step_(S, k, x.v, x.g, x.beta)
-            return reference.read(S, reference.per_value_head(x.q, S.shape[1]))
+        y = self._forward(ids, tips.y[list(source)], mix)
+        return Tips(y, memories[0])
 
-        y = self._forward(self._ids(ids), above.y, convolve, recur)
-        return Tips(S, windows[0], y)
-
-    def _forward(self, tokens: Tensor, g: Tensor, convolve: Convolve, recur: Recur) -> Tensor:
+    def _forward(
+        self, tokens: Sequence[int], g: Tensor, mix: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """tokens [T], g [T, D] -> y [T, D]."""
         w, eps = self._weights, self.config.norm_eps
-        e = rms_norm(w.embeddings[tokens], w.embed_norm, eps)
-        x = torch.cat([e, rms_norm(g, w.block.attn_norm, eps)], dim=-1)
-        return self._block.feed_forward(g + self._block.mix(x, convolve, recur))
+        ids = torch.tensor(tokens, dtype=torch.int64, device=g.device)
+        e = rms_norm(w.embeddings[ids], w.embed_norm, eps)
+        r = g + mix(torch.cat([e, rms_norm(g, w.feature_norm, eps)], dim=-1))
+        hidden = self._linears["gate_up"](rms_norm(r, w.mlp_norm, eps))
+        return r + self._linears["down"](swiglu(hidden))
 
-    def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self._last.device)
+
+def _mixer(config: EagleConfig, w: EagleWeights, *, num_slots: int, max_nodes: int) -> Mixer:
+    if isinstance(w.mixer, BlockWeights):
+        block = Block(w.mixer, config.recurrent, eps=config.norm_eps, gated=True, beta_scale=1.0)
+        return GdnMixer(
+            block, config.recurrent, num_slots=num_slots, max_nodes=max_nodes, like=w.fc
+        )
+    return AttentionMixer(
+        w.mixer,
+        heads=config.num_heads,
+        kv_heads=config.num_v_heads,
+        theta=config.rope_theta,
+        num_slots=num_slots,
+    )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from specla.drafters.eagle_config import EagleConfig
 from specla.drafters.eagle_files import MEMBERS, OFFSETS
 from specla.models.files import write_json
+from specla.train.attention import Attention, AttentionUnroll
 from specla.train.checkpoint import stored
 from specla.train.gdn import MLP, GDNShape, Mixer, RMSNorm, pack_masks
 from specla.train.unroll import MixerUnroll, push
@@ -38,13 +39,20 @@ class Pairs(NamedTuple):
 
 
 class Midlayer(nn.Module):
-    """The one layer."""
+    """The one layer; its mixer is `linear_attn` or `self_attn`."""
 
-    def __init__(self, shape: GDNShape, target: int) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
+        shape, target = shape_of(config), config.target_hidden_size
         self.input_layernorm = RMSNorm(target, shape.norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.linear_attn = Mixer(shape, target + shape.hidden_size)
+        inputs = target + shape.hidden_size
+        if config.mixer == "gdn":
+            self.linear_attn = Mixer(shape, inputs)
+        else:
+            self.self_attn = Attention(
+                inputs, shape.hidden_size, config.num_heads, config.num_v_heads, config.head_dim
+            )
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.mlp = MLP(shape)
 
@@ -62,14 +70,14 @@ class EagleNet(nn.Module):
     ) -> None:
         super().__init__()
         assert config.draft_vocab_size == len(d2t)
-        assert config.num_v_heads == config.num_heads
+        assert config.mixer == "attention" or config.num_v_heads == config.num_heads
         self.config, self.compute = config, compute
-        target, shape = config.target_hidden_size, shape_of(config)
+        target = config.target_hidden_size
         count = len(config.target_layer_ids)
         norms = count if config.fc_norm else 0
         self.fc_norm = nn.ModuleList(RMSNorm(target, config.norm_eps) for _ in range(norms))
         self.fc = nn.Linear(count * target, config.hidden_size, bias=False)
-        self.midlayer = Midlayer(shape, target)
+        self.midlayer = Midlayer(config)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, len(d2t), bias=False)
         self.d2t: Tensor
@@ -116,9 +124,7 @@ class EagleNet(nn.Module):
     def unroll(self, pairs: Pairs, steps: int, chunk: int = 64) -> list[Tensor]:
         """Outputs y [B, T, D] of every step; those whose pair t - s is of another document (see
         `valid_steps`) mean nothing."""
-        layer, conv = self.midlayer, self.config.conv_size
-        packing = pack_masks(pairs.segments, conv, chunk)
-        mixer = MixerUnroll(layer.linear_attn, packing, self.compute)
+        layer, mixer = self.midlayer, self._mixer(pairs.segments, chunk)
         e, g = layer.input_layernorm(pairs.embeds), self.features(pairs.features)
         outputs: list[Tensor] = []
         for _ in range(steps):
@@ -126,6 +132,13 @@ class EagleNet(nn.Module):
             outputs.append(r + layer.mlp(layer.post_attention_layernorm(r), self.compute))
             g = push(outputs[-1], 1)
         return outputs
+
+    def _mixer(self, segments: Tensor, chunk: int) -> MixerUnroll | AttentionUnroll:
+        layer, config = self.midlayer, self.config
+        if config.mixer == "attention":
+            return AttentionUnroll(layer.self_attn, segments, config.rope_theta, self.compute)
+        packing = pack_masks(segments, config.conv_size, chunk)
+        return MixerUnroll(layer.linear_attn, packing, self.compute)
 
     def logits(self, y: Tensor) -> Tensor:
         """[..., D] -> [..., draft vocabulary], in the compute dtype."""

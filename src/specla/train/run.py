@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from specla.drafters.eagle_config import EagleConfig
+from specla.drafters.eagle_config import ARCHITECTURES, EagleConfig
 from specla.engine.engine import Engine
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
@@ -45,6 +45,7 @@ class Sizes:
     num_heads: int | None = None
     head_dim: int | None = None
     head_v_dim: int | None = None
+    mixer: str = "gdn"
     draft_vocab_size: int | None = None
     target_layer_ids: tuple[int, ...] | None = None
 
@@ -63,17 +64,24 @@ def config_for(model: TargetModel, sizes: Sizes, tokenizer_hash: str | None) -> 
             f"feature layers must be different ids below {shape.num_layers}, got {list(layers)}"
         )
     width = sizes.hidden_size or info.hidden_size
-    heads = sizes.num_heads or shape.num_key_heads
+    heads, head_dim = sizes.num_heads or shape.num_key_heads, sizes.head_dim or shape.key_dim
+    value_dim = sizes.head_v_dim or shape.value_dim
+    if sizes.mixer not in ARCHITECTURES:
+        raise ConfigError(f"mixer must be one of {', '.join(ARCHITECTURES)}, got {sizes.mixer!r}")
+    if sizes.mixer == "attention":
+        if sizes.head_v_dim not in (None, head_dim):
+            raise ConfigError(f"attention has one head_dim, got {head_dim} and {value_dim}")
+        value_dim = head_dim
     return EagleConfig(
         hidden_size=width,
         intermediate_size=sizes.intermediate_size or 8 * round(width * 8 / 3 / 8),
         num_heads=heads,
         num_v_heads=heads,
-        head_dim=sizes.head_dim or shape.key_dim,
-        head_v_dim=sizes.head_v_dim or shape.value_dim,
+        head_dim=head_dim,
+        head_v_dim=value_dim,
         conv_size=shape.conv_width,
         norm_eps=1e-6,
-        mixer="gdn",
+        mixer=sizes.mixer,
         target_hidden_size=info.hidden_size,
         vocab_size=info.vocab_size,
         target_layer_ids=layers,
