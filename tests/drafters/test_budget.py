@@ -63,7 +63,7 @@ def test_it_does_not_flap_at_the_break_even() -> None:
     for p in (0.45, 0.5, 0.55, 0.6):
         budget = Budget("x", MAX_NODES, DEAR)
         play(budget, DEAR, lambda i, d, p=p: p, rows=1, rounds=1000)
-        assert budget.switches <= 15
+        assert budget.account.switches <= 15
 
 
 def test_a_sudden_change_for_the_worse() -> None:
@@ -79,9 +79,9 @@ def test_a_sudden_change_for_the_worse() -> None:
 def test_a_sudden_change_for_the_better() -> None:
     budget = Budget("x", MAX_NODES, LIGHT)
     play(budget, LIGHT, lambda i, d: 0.0, rows=1, rounds=500)
-    assert not budget.on
+    assert not budget.account.on
     after = play(budget, LIGHT, lambda i, d: 0.9, rows=1, rounds=500, seed=1)
-    assert budget.on
+    assert budget.account.on
     assert after.speed > 0.8 * ideal(LIGHT, 1, 0.9, MAX_NODES)
 
 
@@ -94,7 +94,7 @@ def test_an_estimate_that_is_wrong_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
     played = play(budget, LIGHT, lambda i, d: 0.0, rows=4, rounds=800)
     worst = 2.0  # the step that empties the account may cost that much beyond it
     assert played.steps - played.tokens <= START_CREDIT + ALLOWANCE * 800 + worst
-    assert budget.switches > 2
+    assert budget.account.switches > 2
 
 
 def test_looking_is_bounded_and_goes_on() -> None:
@@ -119,7 +119,7 @@ def test_fixed_is_so_many_drafts_always() -> None:
     budget = Budget("x", MAX_NODES, DEAR, fixed=3)
     played = play(budget, DEAR, lambda i, d: 0.0, rows=2, rounds=50)
     assert played.nodes == [4] * 50
-    assert (budget.switches, budget.on) == (0, True)
+    assert (budget.account.switches, budget.account.on) == (0, True)
 
 
 def test_every_decision_says_why() -> None:

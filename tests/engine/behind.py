@@ -44,7 +44,7 @@ class Behind(GraphRounds):
     def __init__(self, engine: Engine) -> None:
         self._model, self._state, self._drafter = engine.model, engine.state, engine.drafter
         self._max_nodes = engine.state.max_nodes
-        self._flight = Flight()
+        self._flight, self._width, self._key = Flight(), None, (1, 1)
         self._places: list[Place] = []
         self._words: list[list[Words]] = [[], []]
         self._count = 0
@@ -73,7 +73,7 @@ class Behind(GraphRounds):
         return before
 
     def _read(self) -> list[tuple[Running, Verdict]]:
-        self.size = bucket(len(self._places)), bucket(self._max_nodes)
+        self.size = self._key
         return self._flight.read(self._words[(self._count - 1) % 2])
 
     def _land(self) -> None:
@@ -107,7 +107,7 @@ class Behind(GraphRounds):
             slot=place.slot,
             tokens=law.history,
             num_prompt_tokens=law.num_prompt_tokens,
-            max_drafts=0 if law.remaining == 1 else self._max_nodes - 1,
+            max_drafts=0 if law.remaining == 1 else min(self._key[1], self._max_nodes) - 1,
             seed=law.seed,
         )
 

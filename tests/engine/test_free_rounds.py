@@ -22,6 +22,11 @@ from engine_requests import LONG, LOOP, PROMPTS, WALK, mixed
 
 from specla import drafters
 from specla.engine.engine import Engine
+from specla.engine.kernels import Kernels
+from specla.engine.prices import Prices
+from specla.engine.spending import Spending
+from specla.engine.stats import Decisions
+from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.request import Request
 
@@ -192,3 +197,48 @@ def test_nothing_to_draw(
     assert len(bad.token_ids) == 3
     assert engine.stats.finished["error"] == 1
     assert run.outcomes() == {n: outcome(c) for n, c in alone.items()}
+
+
+class Turns:
+    """A budget of rounds on the device that changes its mind every few rounds."""
+
+    reason, detail = "pays", "pays: so it goes"
+
+    def __init__(self, sizes: Sequence[int], every: int) -> None:
+        self._sizes, self._every, self.seen = sizes, every, list[tuple[int, int]]()
+
+    def width(self, rows: int) -> int:
+        return self._sizes[len(self.seen) // self._every % len(self._sizes)]
+
+    def observe(self, reached: Sequence[int], emitted: Sequence[int], nodes: int) -> None:
+        self.seen.append((nodes, max(reached)))
+
+    def expected(self, depth: int) -> float:
+        return 0.5 * depth
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_another_number_of_nodes_changes_nothing(target: TargetModel, every: int) -> None:
+    """The budget's number of nodes is that of the round, and every round is in the results."""
+    engine = make_engine(target, drafters.build("ngram"), slots=3, log=5, budget="paying")
+    rounds, turns = behind(engine), Turns((8, 1, 2, 4), every)
+    assert engine.spending is not None
+    engine.spending.free = turns  # type: ignore[assignment]
+    rounds._width = engine._width
+    run = run_behind(engine, rounds, FREE, every=2)
+    assert run.outcomes() == {n: outcome(c) for n, c in plain(target, FREE).items()}
+    assert {nodes for nodes, _ in turns.seen} == {1, 2, 4, 8}
+    assert all(depth < nodes for nodes, depth in turns.seen)
+    for one in run.completions.values():
+        s = one.speculation
+        assert s.budget is not None
+        assert sum(s.budget.reasons.values()) == s.rounds
+        assert s.budget.chosen == s.drafted
+
+
+def test_a_number_of_drafts_that_a_graph_cannot_have_is_refused(target: TargetModel) -> None:
+    prices = Prices(Kernels(target, "exact", costs=None), mode="exact", device="cuda", drafter="x")
+    with pytest.raises(ConfigError, match="one below a power of two, got 4; use 7"):
+        Spending("4", drafters.build("ngram"), 16, prices, Decisions(), on_device=True)
+    made = Spending("3", drafters.build("ngram"), 16, prices, Decisions(), on_device=True)
+    assert made.width(5) == 4

@@ -65,6 +65,33 @@ class Decision:
     speed: float
 
 
+class Account:
+    """What may be lost by drafting, in AR steps (see above). on: whether drafting is."""
+
+    def __init__(self) -> None:
+        self.on, self.switches = True, 0
+        self.credit, self.saved = START_CREDIT, 0.0
+
+    def book(self, net: float) -> None:
+        """A round emitted so much more per row than it cost."""
+        if self.on:
+            self.credit = min(MOST_CREDIT, self.credit + net)
+        elif self.credit < RESUME_CREDIT and net >= 0:
+            self.credit += ALLOWANCE + net
+        else:
+            self.saved = min(MOST_SAVED, self.saved + ALLOWANCE + net)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether there is enough to switch drafting on again."""
+        return self.credit >= RESUME_CREDIT
+
+    def switch(self) -> None:
+        """On or off."""
+        self.on = not self.on
+        self.switches += 1
+
+
 class Budget:
     """Of one engine and one drafter.
 
@@ -87,10 +114,7 @@ class Budget:
     ) -> None:
         self.fixed, self._max_nodes, self._costs = fixed, max_nodes, costs
         self.survival = Survival(prior or PRIORS.get(drafter, Prior()))
-        self.on = True
-        self.credit, self.saved = START_CREDIT, 0.0
-        self.switches = 0
-        """How often drafting was switched on or off."""
+        self.account = Account()
         self._gain = 0.5  # decayed mean of what rounds are expected to bring, in AR steps
         self._declined = 0
         self._used: deque[int] = deque([max_nodes], maxlen=WINDOW)
@@ -110,12 +134,12 @@ class Budget:
     def _most(self, rows: int) -> int:
         if self.fixed is not None:
             return self.fixed
-        if self.on:
+        if self.account.on:
             return min(self._max_nodes - 1, max(LEAST_ASKED, GROWTH * max(self._used)))
         _, nodes = self._break_even(rows)
         step = self._costs.round_us(rows, 1)
         price = (self._costs.round_us(rows, nodes) + self._call_us(rows, nodes)) / step - 1
-        return nodes - 1 if self.saved >= price else 0
+        return nodes - 1 if self.account.saved >= price else 0
 
     def _call_us(self, rows: int, nodes: int) -> float:
         """Of a call for so many nodes: as measured here, then as the costs have it."""
@@ -181,12 +205,12 @@ class Budget:
             return "fixed", found
         found = best(trees, survival, self._costs, draft_us=call)
         if not any(tree.num_drafts for tree in trees):
-            return "nothing" if called or self.on else "off", found
+            return "nothing" if called or self.account.on else "off", found
         step = self._costs.round_us(len(trees), 1)
         speed = (1 + found.expected / len(trees)) * step / (found.us + call)
-        if not self.on and speed >= SWITCH_ON and self.credit >= RESUME_CREDIT:
+        if not self.account.on and speed >= SWITCH_ON and self.account.may_resume:
             self._switch()
-        if not self.on:
+        if not self.account.on:
             drafts = self._asked
             return "probe", most_probable(trees, survival, self._costs, drafts=drafts)
         return ("pays" if any(found.keep) else "declined"), found
@@ -212,28 +236,19 @@ class Budget:
         if self.fixed is not None or not seen:
             return
         tokens = sum(len(one.emitted) for one in seen) / len(seen)
-        self._book(tokens - self._spent)
+        self.account.book(tokens - self._spent)
         self._declined = self._declined + 1 if reason == "declined" else 0
         self._gain += (self._expected_gain - self._gain) / WINDOW
-        lost = self.credit <= 0 or self._gain < 0 or self._declined >= MOST_DECLINED
-        if self.on and lost:
+        lost = self.account.credit <= 0 or self._gain < 0 or self._declined >= MOST_DECLINED
+        if self.account.on and lost:
             self._switch()
-
-    def _book(self, net: float) -> None:
-        if self.on:
-            self.credit = min(MOST_CREDIT, self.credit + net)
-        elif self.credit < RESUME_CREDIT and net >= 0:
-            self.credit += ALLOWANCE + net
-        else:
-            self.saved = min(MOST_SAVED, self.saved + ALLOWANCE + net)
 
     def reset(self, slot: int) -> None:
         """Forget a row (rule I6)."""
         self.survival.reset(slot)
 
     def _switch(self) -> None:
-        self.on = not self.on
-        self.switches += 1
+        self.account.switch()
         self._declined, self._gain = 0, 0.5
         # Whoever is switched on again starts small and grows.
         self._used.append(LEAST_ASKED)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from specla.config import CHEAPEST, OFF
-from specla.drafters.base import Drafter, FeatureDrafter, Observation, StateDrafter
+from specla.drafters.base import DeviceDrafter, Drafter, FeatureDrafter, Observation, StateDrafter
 from specla.engine.cost import CostTable
 from specla.engine.kernels import Kernels
 from specla.engine.prices import Prices
@@ -85,7 +85,11 @@ class Engine:
             # Triton is imported where there is a GPU only.
             from specla.engine.graphs import GraphRounds
 
-            self._graphs = GraphRounds(model, state, drafter, kernel=self.kernels.of)
+            free = self.spending is not None and self.spending.free is not None
+            self._graphs = GraphRounds(
+                model, state, drafter, kernel=self.kernels.of,
+                width=self._width if free else None,
+            )  # fmt: skip
 
     def use(self, drafter: Drafter) -> None:
         """Draft with this one from now on; no request may be running.
@@ -116,8 +120,14 @@ class Engine:
             self.kernels, mode=self.mode, device=device, drafter=self.drafter.info.name
         )
         return Spending(
-            self._budget, self.drafter, self.state.max_nodes, prices, self.stats.decisions
-        )
+            self._budget, self.drafter, self.state.max_nodes, prices, self.stats.decisions,
+            on_device=device == "cuda" and isinstance(self.drafter, DeviceDrafter),
+        )  # fmt: skip
+
+    def _width(self, rows: int) -> int:
+        """Nodes of the next round that drafts on the device."""
+        assert self.spending is not None
+        return self.spending.width(rows)
 
     def capture(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: make the graphs of every round size now. tick: (done, in all)."""
@@ -173,6 +183,8 @@ class Engine:
                 free = self._graphs.is_free(rows)
                 ended = self._graphs.advance(rows) if free else self._graphs.settle()
             if free or ended:
+                if self.spending is not None:
+                    self.spending.landed(ended, self._graphs.size[1])
                 return self._finish([row for row, _ in ended], [verdict for _, verdict in ended])
             return self._finish(rows, self._round(rows))
 

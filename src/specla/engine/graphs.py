@@ -60,11 +60,19 @@ class _Round:
 
 class GraphRounds:
     """What an engine on a GPU calls instead of draft, verify, accept and commit. kernel: what
-    verifies the rounds of each bucket."""
+    verifies the rounds of each bucket. width: nodes, a power of two, of the next free round over
+    so many rows; None: as many as a tree may have."""
 
     def __init__(
-        self, model: TargetModel, state: State, drafter: Drafter, *, kernel: KernelChoice
+        self,
+        model: TargetModel,
+        state: State,
+        drafter: Drafter,
+        *,
+        kernel: KernelChoice,
+        width: Callable[[int], int] | None = None,
     ) -> None:
+        self._width = width
         self._model, self._state, self._drafter = model, state, drafter
         self._max_rows = bucket(state.pool.num_slots)
         self._max_nodes = bucket(state.max_nodes)
@@ -102,8 +110,9 @@ class GraphRounds:
         sizes = [1 << i for i in range(self._max_rows.bit_length())]
         nodes = [1 << i for i in range(self._max_nodes.bit_length())]
         free = isinstance(self._drafter, DeviceDrafter)
-        wanted = [(b, n, False) for b in sizes for n in nodes if not free or n == nodes[-1]]
-        wanted += [(b, nodes[-1], True) for b in sizes if free]
+        widths = nodes if self._width else nodes[-1:]
+        wanted = [(b, n, False) for b in sizes for n in (widths if free else nodes)]
+        wanted += [(b, n, True) for b in sizes for n in widths if free]
         for i, (b, n, drafts) in enumerate(wanted):
             self._graph(b, n, drafts)
             if tick:
@@ -113,11 +122,13 @@ class GraphRounds:
 
     def advance(self, rows: Sequence[Running]) -> list[tuple[Running, Verdict]]:
         """Start a free round over `rows` and return what the one before it came to. Where the
-        rows have changed, first only the latter."""
-        if not self._flight.goes_on(rows):
+        rows or the number of nodes have changed, first only the latter."""
+        nodes = self._width(len(rows)) if self._width and rows else self._max_nodes
+        if not self._flight.goes_on(rows) or nodes != self._key[1]:
             ended = self.settle()
             if ended or not rows:
                 return ended
+            self._key = bucket(len(rows)), nodes
             self._load(rows)
         return self._launch()
 
@@ -129,11 +140,10 @@ class GraphRounds:
         return ended
 
     def _load(self, rows: Sequence[Running]) -> None:
-        self._key = (bucket(len(rows)), self._max_nodes)
         self._graph(*self._key, True)
         self._flight.load(rows)
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
-        self._plan(rows, trees, self._max_nodes)
+        self._plan(rows, trees, self._key[1])
         _fill_rows(self._buckets[self._key], rows, history=True)
 
     def _launch(self) -> list[tuple[Running, Verdict]]:
@@ -178,7 +188,7 @@ class GraphRounds:
         """
         self._state.check_round([row.slot for row in rows], trees)
         nodes = bucket(max(tree.num_nodes for tree in trees))
-        if isinstance(self._drafter, DeviceDrafter):
+        if isinstance(self._drafter, DeviceDrafter) and not self._width:
             nodes = self._max_nodes  # the only size that `capture` has made
         self.size = bucket(len(rows)), nodes
         self._graph(*self.size, False)
@@ -233,7 +243,7 @@ class GraphRounds:
         device = self._state.device
         rnd = self._state.rounds.round(num_rows, num_nodes)
         words = VERDICT_HEADER + num_nodes + 1
-        looks_back = self._looks_back and num_nodes == self._max_nodes
+        wide = self._widest(num_rows, num_nodes)
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -244,12 +254,18 @@ class GraphRounds:
             remaining=zeros(num_rows),
             temperature=zeros(num_rows, dtype=torch.float64),
             ends=zeros(num_rows, MAX_ENDS),
-            history=zeros(num_rows, MAX_HISTORY if looks_back else 1),
+            history=wide.rows.history if wide else zeros(num_rows, self._history(num_nodes)),
+        )
+        host = [torch.zeros_like(x, device="cpu").pin_memory() for x in rows[:-1]]
+        host.append(
+            wide.host.history
+            if wide
+            else torch.zeros_like(rows.history, device="cpu").pin_memory()
         )
         return _Round(
             rnd=rnd,
             rows=rows,
-            host=RowArrays(*(torch.zeros_like(x, device="cpu").pin_memory() for x in rows)),
+            host=RowArrays(*host),
             verdicts=zeros(num_rows, words),
             read=[torch.zeros(num_rows, words, dtype=torch.int32).pin_memory() for _ in "ab"],
             read_path=torch.zeros(rnd.path.shape, dtype=torch.int32).pin_memory(),
@@ -257,6 +273,19 @@ class GraphRounds:
             logits=zeros(0),
             features=self._new_features(),
         )
+
+    def _history(self, num_nodes: int) -> int:
+        """Tokens that rounds of so many nodes can look back on."""
+        return MAX_HISTORY if self._looks_back and num_nodes == self._max_nodes else 1
+
+    def _widest(self, num_rows: int, num_nodes: int) -> _Round | None:
+        """The bucket whose history narrower free rounds share."""
+        if not (self._looks_back and self._width) or num_nodes == self._max_nodes:
+            return None
+        key = num_rows, self._max_nodes
+        if key not in self._buckets:
+            self._buckets[key] = self._new_round(*key)
+        return self._buckets[key]
 
     def _new_features(self) -> Features | None:
         drafter = self._drafter

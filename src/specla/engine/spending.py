@@ -10,9 +10,13 @@ from collections.abc import Mapping, Sequence
 from specla.config import PAYING
 from specla.drafters.base import Drafter, DraftRow, Observation
 from specla.drafters.budget import Budget, Decision
+from specla.drafters.budget_free import FreeBudget
 from specla.engine.prices import Prices
-from specla.engine.running import Running
+from specla.engine.running import NO_TOKEN, Running
 from specla.engine.stats import Decisions
+from specla.errors import ConfigError
+from specla.sampling.accept import Verdict
+from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
 
 
@@ -22,10 +26,21 @@ class Spending:
     Args:
         policy: "paying", or a number of drafts per row.
         totals: of the engine.
+        on_device: the drafter also drafts there, in rounds that the host does not see.
+
+    Raises:
+        ConfigError: a number of drafts that rounds on the device cannot have.
     """
 
     def __init__(
-        self, policy: str, drafter: Drafter, max_nodes: int, prices: Prices, totals: Decisions
+        self,
+        policy: str,
+        drafter: Drafter,
+        max_nodes: int,
+        prices: Prices,
+        totals: Decisions,
+        *,
+        on_device: bool = False,
     ) -> None:
         self.policy = policy
         fixed = None if policy == PAYING else int(policy)
@@ -34,6 +49,8 @@ class Spending:
         self._draft_us: float | None = None
         self._decision: Decision | None = None
         self._places: dict[int, int] = {}
+        self.free = _free(fixed, max_nodes, prices) if on_device else None
+        self._why: dict[int, tuple[str, str]] = {}
 
     def draft(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         """The drafter's trees, or node 0 alone for every row without calling it."""
@@ -62,12 +79,63 @@ class Spending:
         self._prices.saw(len(self._places), decision.nodes, round_us)
         self.budget.observe(seen, decision.reason)
         for one in seen:
-            row, place = rows[one.slot], self._places[one.slot]
-            if row.decisions is None:
-                row.decisions = Decisions(self.policy)
-            for counts in (row.decisions, self._totals):
-                counts.add(decision, place, one.tree)
+            place = self._places[one.slot]
+            self._count(
+                rows[one.slot],
+                decision.reason,
+                decision.detail,
+                proposed=decision.proposed[place],
+                chosen=one.tree.num_drafts,
+                depth=max(one.tree.depths()),
+                expected=decision.expected[place],
+            )
 
     def reset(self, slot: int) -> None:
         """Forget a row (rule I6)."""
         self.budget.reset(slot)
+
+    # ---- rounds that draft on the device
+
+    def width(self, rows: int) -> int:
+        """Nodes of the next such round over so many rows."""
+        assert self.free is not None
+        nodes = self.free.width(rows)
+        self._why[nodes] = self.free.reason, self.free.detail
+        return nodes
+
+    def landed(self, ended: Sequence[tuple[Running, Verdict]], nodes: int) -> None:
+        """What one of `nodes` nodes per row came to."""
+        if self.free is None:
+            return
+        good = [(row, verdict) for row, verdict in ended if verdict is not NO_TOKEN]
+        if not good:
+            return
+        emitted = [len(verdict.emitted) for _, verdict in good]
+        self.free.observe([verdict.num_accepted for _, verdict in good], emitted, nodes)
+        reason, detail = self._why[nodes]
+        for row, verdict in good:
+            drafted, depth = verdict.num_drafted, verdict.offered_depth
+            self._count(
+                row, reason, detail, proposed=drafted, chosen=drafted, depth=depth,
+                expected=self.free.expected(depth),
+            )  # fmt: skip
+
+    def _count(
+        self, row: Running, reason: str, detail: str, *, proposed: int, chosen: int, depth: int,
+        expected: float,
+    ) -> None:  # fmt: skip
+        if row.decisions is None:
+            row.decisions = Decisions(self.policy)
+        for counts in (row.decisions, self._totals):
+            counts.add(
+                reason, detail, proposed=proposed, chosen=chosen, depth=depth, expected=expected
+            )
+
+
+def _free(fixed: int | None, max_nodes: int, prices: Prices) -> FreeBudget:
+    if fixed is not None and bucket(fixed + 1) != fixed + 1:
+        raise ConfigError(
+            f"a budget for drafts made on the GPU must be one below a power of two, got {fixed}; "
+            f"use {bucket(fixed + 1) - 1}, or auto"
+        )
+    return FreeBudget(bucket(max_nodes), prices, fixed=None if fixed is None else fixed + 1)

@@ -19,9 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from specla.drafters.budget import Decision
 from specla.request import BudgetReport
-from specla.topology.tree import DraftTree
 
 PHASES = ("prefill", "draft", "verify", "accept", "commit")
 
@@ -88,15 +86,17 @@ class Decisions:
     shapes: dict[str, int] = field(default_factory=dict)
     last: str = ""
 
-    def add(self, decision: Decision, place: int, chosen: DraftTree) -> None:
-        """Count one round of the row at `place`, of which `chosen` was verified."""
-        shape = "none" if not chosen.num_drafts else "chain" if chosen.is_chain else "tree"
-        self.proposed += decision.proposed[place]
-        self.chosen += chosen.num_drafts
-        self.expected += decision.expected[place]
-        self.reasons[decision.reason] = self.reasons.get(decision.reason, 0) + 1
+    def add(
+        self, reason: str, detail: str, *, proposed: int, chosen: int, depth: int, expected: float
+    ) -> None:
+        """Count one round of one row. depth: of the deepest draft chosen."""
+        shape = "none" if not chosen else "chain" if chosen == depth else "tree"
+        self.proposed += proposed
+        self.chosen += chosen
+        self.expected += expected
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
         self.shapes[shape] = self.shapes.get(shape, 0) + 1
-        self.last = decision.detail
+        self.last = detail
 
     def report(self) -> BudgetReport:
         """As results have it."""

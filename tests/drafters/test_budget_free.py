@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget of rounds on the device, in a world whose acceptance and costs are known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from budget_world import Stairs
+
+from specla.drafters.budget import SWITCH_ON
+from specla.drafters.budget_free import LOADING, FreeBudget
+
+LIGHT = Stairs(fixed=900, each=10, draft=20)
+DEAR = Stairs(fixed=100, each=60, draft=30)
+ROUNDS = {1: 1200, 16: 300, 64: 150}
+
+
+@dataclass
+class Run:
+    """What it came to; loading the device anew costs half a `LOADING` each time."""
+
+    tokens: float = 0.0
+    steps: float = 0.0
+    nodes: list[int] = field(default_factory=list)
+
+    @property
+    def loads(self) -> int:
+        return sum(a != b for a, b in zip(self.nodes, self.nodes[1:], strict=False))
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / (self.steps + self.loads * LOADING / 2)
+
+
+def steps_of(costs: Stairs, rows: int, nodes: int) -> float:
+    draft = (costs.draft or 0.0) if nodes > 1 else 0.0
+    return (costs.round_us(rows, nodes) + draft) / costs.round_us(rows, 1)
+
+
+def play(
+    budget: FreeBudget, costs: Stairs, p: float, rows: int, rounds: int, seed: int = 0
+) -> Run:
+    rng, run = random.Random(seed), Run()
+    for _ in range(rounds):
+        nodes = budget.width(rows)
+        reached = []
+        for _ in range(rows):
+            depth = 0
+            while depth < nodes - 1 and rng.random() < p:
+                depth += 1
+            reached.append(depth)
+        budget.observe(reached, [depth + 1 for depth in reached], nodes)
+        run.tokens += 1 + sum(reached) / rows
+        run.steps += steps_of(costs, rows, nodes)
+        run.nodes.append(nodes)
+    return run
+
+
+@pytest.mark.parametrize("costs", [LIGHT, DEAR], ids=["light", "dear"])
+@pytest.mark.parametrize("rows", ROUNDS)
+@pytest.mark.parametrize("p", [0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_close_to_the_best_size(p: float, rows: int, costs: Stairs) -> None:
+    run = play(FreeBudget(16, costs), costs, p, rows, ROUNDS[rows])
+    sizes = (1, 2, 4, 8, 16)
+    best = max(sum(p**i for i in range(n)) / steps_of(costs, rows, n) for n in sizes)
+    assert run.speed >= 0.97
+    # A gain as small as the hysteresis may be left alone.
+    assert run.speed >= 0.95 * best or best <= SWITCH_ON
+
+
+def test_a_sudden_change_either_way() -> None:
+    budget = FreeBudget(16, LIGHT)
+    assert play(budget, LIGHT, 0.9, 1, 400).nodes[-1] == 16
+    worse = play(budget, LIGHT, 0.0, 1, 1500)
+    assert worse.speed >= 0.97
+    assert worse.nodes[-200:].count(1) > 180
+    assert play(budget, LIGHT, 0.9, 1, 1500, seed=2).nodes[-1] == 16
+
+
+def test_the_device_is_not_loaded_all_the_time() -> None:
+    for p in (0.0, 0.3, 0.5, 0.6):
+        assert play(FreeBudget(16, DEAR), DEAR, p, 1, 1000).loads <= 50
+
+
+def test_fixed_is_one_size() -> None:
+    budget = FreeBudget(16, DEAR, fixed=4)
+    assert set(play(budget, DEAR, 0.0, 2, 100).nodes) == {4}
+    assert budget.reason == "fixed"
+
+
+def test_it_says_why() -> None:
+    budget = FreeBudget(16, DEAR)
+    play(budget, DEAR, 0.0, 16, 40)
+    assert budget.detail.startswith(f"{budget.reason}: break-even p 0.9")
+    budget = FreeBudget(16, LIGHT)
+    play(budget, LIGHT, 0.9, 1, 100)
+    assert budget.detail.startswith("pays: 16 nodes, ")
+    assert budget.expected(15) > 5
