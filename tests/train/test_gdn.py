@@ -3,6 +3,7 @@
 step."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 
 from specla.train.gdn import GDNLanguageModel, GDNShape
 
+# The inverse of chunks of more than 64 tokens is merged from two.
+CHUNKS = [4, 64, 128]
 SHAPES = [
     GDNShape(48, 2, 2, 8, 2.0, 64, 97),
     GDNShape(48, 2, 3, 12, 1.0, 64, 97),
@@ -66,10 +69,10 @@ def oracle(model: GDNLanguageModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("chunk", [4, 64])
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_chunked_equals_token_by_token(shape, chunk):
     model = model_of(shape)
-    ids = torch.randint(0, 97, (37,))
+    ids = torch.randint(0, 97, (37 if chunk < 128 else 137,))
     torch.testing.assert_close(
         model(ids[None], chunk=chunk)[0], oracle(model, ids), atol=1e-9, rtol=0
     )
@@ -115,7 +118,39 @@ def test_stepping_equals_one_pass():
         torch.testing.assert_close(torch.stack(rows, 1), model(ids, chunk=8), atol=1e-9, rtol=0)
 
 
+def test_an_untied_head_is_its_own():
+    tied = model_of(SHAPES[0])
+    own = GDNLanguageModel(replace(SHAPES[0], tie_word_embeddings=False), torch.float64).double()
+    own.load_state_dict({**tied.state_dict(), "lm_head.weight": 2 * tied.head})
+    ids = torch.randint(0, 97, (1, 9))
+    torch.testing.assert_close(own(ids), 2 * tied(ids))
+
+
+def test_low_products_stay_near_and_carry_a_wide_state():
+    """bf16 products cost about bf16's rounding, over several chunks and in the gradients."""
+    torch.manual_seed(0)
+    model = GDNLanguageModel(GDNShape(64, 2, 2, 32, 1.0, 96, 97))
+    ids = torch.randint(0, 97, (2, 300))
+    segments = (torch.arange(300) // 70).expand(2, -1)
+
+    def run(products: torch.dtype | None) -> tuple[torch.Tensor, ...]:
+        model.products = products
+        out = model(ids, segments)
+        return out, *torch.autograd.grad(out.logsumexp(-1).sum(), list(model.parameters()))
+
+    wide, low = run(None), run(torch.bfloat16)
+    errors = [(a - b).norm() / b.norm() for a, b in zip(low, wide, strict=True)]
+    assert 1e-5 < max(errors) < 0.03
+
+
 def test_parameter_count_of_the_demo_model():
     with torch.device("meta"):
         count = sum(p.numel() for p in GDNLanguageModel(GDNShape()).parameters())
     assert 12_000_000 < count < 13_000_000
+
+
+def test_parameter_count_of_gdn_1_3b():
+    shape = GDNShape(2048, 24, 8, 256, 1.0, 5632, 32000, tie_word_embeddings=False)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in GDNLanguageModel(shape).parameters())
+    assert count == 1_466_343_808

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing and reading the demo model as a checkpoint in fla's format: bf16 shards, index,
+"""Writing and reading a trained model as a checkpoint in fla's format: bf16 shards, index,
 config."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def config_of(shape: GDNShape) -> dict[str, Any]:
         "attn": None, "attn_mode": "chunk", **sizes, "num_v_heads": None,
         "use_gate": True, "use_short_conv": True, "conv_bias": False, "allow_neg_eigval": False,
         "hidden_act": "swish", "hidden_ratio": 4, "max_position_embeddings": 2048,
-        "tie_word_embeddings": True, "use_cache": True, "fuse_norm": True, "fuse_swiglu": True,
+        "use_cache": True, "fuse_norm": True, "fuse_swiglu": True,
         "fuse_cross_entropy": True, "fuse_linear_cross_entropy": False, "use_l2warp": False,
         "bos_token_id": 0, "eos_token_id": 4, "pad_token_id": 0, "dtype": "bfloat16",
     }  # fmt: skip
@@ -52,11 +52,11 @@ def split_shards(tensors: dict[str, Tensor], limit: int = SHARD_BYTES) -> list[d
     return shards
 
 
-def save_checkpoint(model: GDNLanguageModel, folder: Path) -> None:
+def save_checkpoint(model: GDNLanguageModel, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """config.json, ``model-0000i-of-0000n.safetensors`` and their index."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: stored(name, p) for name, p in model.named_parameters()}
-    shards = split_shards(tensors)
+    shards = split_shards(tensors, shard_bytes)
     where: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"

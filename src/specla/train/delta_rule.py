@@ -8,10 +8,9 @@ Per head, with state S [K, V], decay e^g, write strength beta:
 Inside a chunk, G is the running sum of g and D_ij = e^{G_i - G_j} for j <= i in the same
 document, masked
 before the exponential. One unit lower triangular inverse P = (I + tril(beta k k^T * D, -1))^-1
-turns the
-chunk into a linear map of the state, S_out = M S_in + N, so only one small matrix product per
-chunk is
-sequential.
+gives what the chunk's tokens write as u - w S, so that two small products per chunk are all that
+is sequential. (As a linear map of the state, S_out = M S_in + N, it is one, but M alone costs
+K / C times as much: too much where K is 256.)
 """
 
 from __future__ import annotations
@@ -21,6 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+SOLVED = 64
+"""Most rows of a triangular system that is solved directly (docs/log.md, 2026-11-29)."""
 
 
 def chunk_masks(segments: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -44,10 +46,24 @@ def chunk_masks(segments: Tensor, chunk: int) -> tuple[Tensor, Tensor, Tensor, T
 
 @torch.library.custom_op("specla_train::unit_lower_inverse", mutates_args=())
 def unit_lower_inverse(a: Tensor) -> Tensor:
-    """(I + A)^-1 for strictly lower triangular A [N, C, C], by batched forward substitution."""
-    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+    """(I + A)^-1 for strictly lower triangular A [N, C, C]: forward substitution in blocks of at
+    most SOLVED rows, merged by products."""
+    size = a.shape[-1]
+    if size > SOLVED and size % 2 == 0:
+        return _merged(a, size // 2)
+    eye = torch.eye(size, dtype=a.dtype, device=a.device).expand_as(a)
     inverse: Tensor = torch.linalg.solve_triangular(a, eye, upper=False, unitriangular=True)
     return inverse.contiguous()
+
+
+def _merged(a: Tensor, half: int) -> Tensor:
+    """The inverse from those of the two diagonal blocks."""
+    blocks = torch.cat([a[:, :half, :half], a[:, half:, half:]])
+    top, bottom = unit_lower_inverse(blocks).chunk(2)
+    result = torch.zeros_like(a)
+    result[:, :half, :half], result[:, half:, half:] = top, bottom
+    result[:, half:, :half] = -(bottom @ (a[:, half:, :half] @ top))
+    return result
 
 
 @unit_lower_inverse.register_fake
@@ -72,48 +88,69 @@ unit_lower_inverse.register_autograd(inverse_gradient, setup_context=keep_invers
 
 
 @torch.library.custom_op("specla_train::state_scan", mutates_args=())
-def state_scan(m: Tensor, n: Tensor) -> Tensor:
-    """States at the start of every chunk: S_0 = 0, S_{c+1} = M_c S_c + N_c.
+def state_scan(w: Tensor, u: Tensor, k_end: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """States before every chunk, and what its tokens write: S_0 = 0,
 
-    ``m`` [R, n, K, K], ``n`` [R, n, K, V] -> [R, n, K, V], R = rows times heads.
+        writes_c = u_c - w_c S_c,    S_{c+1} = keep_c S_c + k_end_c^T writes_c
+
+    ``w``, ``k_end`` [R, n, C, K], ``u`` [R, n, C, V], ``keep`` [R, n] -> states [R, n, K, V],
+    writes [R, n, C, V] in the dtype of ``u``; R = rows times heads. S itself has the dtype of
+    ``keep``.
     """
-    states = torch.empty_like(n)
-    states[:, 0] = 0
-    for c in range(n.shape[1] - 1):
-        torch.baddbmm(n[:, c], m[:, c], states[:, c], out=states[:, c + 1])
-    return states
+    rows, count, _, width = w.shape
+    states = u.new_empty(rows, count, width, u.shape[-1])
+    writes = torch.empty_like(u, memory_format=torch.contiguous_format)
+    state = torch.zeros_like(states[:, 0], dtype=keep.dtype)
+    for c in range(count):
+        states[:, c] = state
+        torch.baddbmm(u[:, c], w[:, c], states[:, c], alpha=-1, out=writes[:, c])
+        state = torch.addcmul(k_end[:, c].mT @ writes[:, c], state, keep[:, c, None, None])
+    return states, writes
 
 
 @torch.library.custom_op("specla_train::state_scan_adjoint", mutates_args=())
-def state_scan_adjoint(m: Tensor, grad: Tensor) -> Tensor:
-    """The scan's transpose: a_c = grad_{c+1} + M_{c+1}^T a_{c+1}, nothing after the last chunk."""
-    adjoint = torch.empty_like(grad, memory_format=torch.contiguous_format)
-    adjoint[:, -1] = 0
-    for c in range(grad.shape[1] - 1, 0, -1):
-        torch.baddbmm(grad[:, c], m[:, c].mT, adjoint[:, c], out=adjoint[:, c - 1])
-    return adjoint
+def state_scan_adjoint(
+    w: Tensor, k_end: Tensor, keep: Tensor, grad_states: Tensor, grad_writes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The scan's transpose: gradients of the state *after* every chunk [R, n, K, V] and of its
+    writes [R, n, C, V], all paths counted; arguments as in `state_scan`."""
+    after = torch.empty_like(grad_states, memory_format=torch.contiguous_format)
+    written = torch.empty_like(grad_writes, memory_format=torch.contiguous_format)
+    adjoint = torch.zeros_like(after[:, 0], dtype=keep.dtype)
+    for c in range(w.shape[1] - 1, -1, -1):
+        after[:, c] = adjoint
+        torch.baddbmm(grad_writes[:, c], k_end[:, c], after[:, c], out=written[:, c])
+        step = torch.baddbmm(grad_states[:, c], w[:, c].mT, written[:, c], alpha=-1)
+        adjoint = torch.addcmul(step, adjoint, keep[:, c, None, None])
+    return after, written
 
 
 @state_scan.register_fake
-def _(m: Tensor, n: Tensor) -> Tensor:
-    return torch.empty_like(n)
+def _(w: Tensor, u: Tensor, k_end: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    states = u.new_empty(w.shape[0], w.shape[1], w.shape[3], u.shape[3])
+    return states, torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
 @state_scan_adjoint.register_fake
-def _(m: Tensor, grad: Tensor) -> Tensor:
-    return torch.empty_like(grad, memory_format=torch.contiguous_format)
+def _(
+    w: Tensor, k_end: Tensor, keep: Tensor, grad_states: Tensor, grad_writes: Tensor
+) -> tuple[Tensor, Tensor]:
+    after = torch.empty_like(grad_states, memory_format=torch.contiguous_format)
+    return after, torch.empty_like(grad_writes, memory_format=torch.contiguous_format)
 
 
-def keep_states(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    """The adjoint needs the maps; their gradient needs the states."""
-    ctx.save_for_backward(inputs[0], output)
+def keep_states(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    """The adjoint needs the maps; their gradients need states and writes."""
+    w, _, k_end, keep = inputs
+    ctx.save_for_backward(w, k_end, keep, *output)
 
 
-def scan_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the maps M and the additions N."""
-    m, states = ctx.saved_tensors
-    adjoint = state_scan_adjoint(m, grad.contiguous())
-    return adjoint @ states.mT, adjoint
+def scan_gradient(ctx: Any, grad_states: Tensor, grad_writes: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of w, u, k_end and keep."""
+    w, k_end, keep, states, writes = ctx.saved_tensors
+    after, written = state_scan_adjoint(w, k_end, keep, grad_states, grad_writes)
+    kept = (after.to(keep.dtype) * states).sum((-1, -2))
+    return -(written @ states.mT), written, writes @ after.mT, kept
 
 
 state_scan.register_autograd(scan_gradient, setup_context=keep_states)
@@ -136,9 +173,10 @@ class Scan(NamedTuple):
 
     def read(self, q: Tensor) -> Tensor:
         """q [B, T, H, K]: what the state *after* each token gives, [B, T, H, V]."""
+        low = self.keys.dtype
         q = split_chunks(q, self.decay.shape[-1])
-        o = (q * self.from_start[..., None]) @ self.states
-        return self._rows(o + (q @ self.keys.mT * self.decay) @ self.writes)
+        o = (q * self.from_start[..., None]).to(low) @ self.states
+        return self._rows(o + (q.to(low) @ self.keys.mT * self.decay).to(low) @ self.writes)
 
     @property
     def u(self) -> Tensor:
@@ -154,25 +192,26 @@ def scan(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, masks: tuple[Tensor, ...
     """The rule on packed rows from an empty state.
 
     ``k`` [B, T, H, K] normalised, ``v`` [B, T, H, V], ``g``, ``beta`` [B, T, H], ``masks`` from
-    `chunk_masks`.
+    `chunk_masks`. Matrix products run in the dtype of ``k``; decays, the inverse and the carried
+    state stay in that of ``g``.
     """
-    length, chunk = k.shape[1], masks[0].shape[-1]
+    length, chunk, low = k.shape[1], masks[0].shape[-1], k.dtype
     k, v, g, beta = (split_chunks(x, chunk) for x in (k, v, g, beta))
     pair, first, last, whole = (mask[:, None] for mask in masks)
     total = g.cumsum(-1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~pair, -torch.inf).exp()
     from_start = total.exp() * first
     to_end = (total[..., -1:] - total).exp() * last
+    keep = total[..., -1].exp() * whole
 
-    a = ((k * beta[..., None]) @ k.mT * decay).tril(-1)
-    inverse = unit_lower_inverse(a.flatten(0, 2)).unflatten(0, a.shape[:3])
-    u = inverse @ (v * beta[..., None])
-    w = inverse @ (k * (beta * from_start)[..., None])
-    k_end = (k * to_end[..., None]).mT
-    eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    m = eye * (total[..., -1].exp() * whole)[..., None, None] - k_end @ w
-    states = state_scan(m.flatten(0, 1), (k_end @ u).flatten(0, 1)).unflatten(0, m.shape[:2])
-    return Scan(k, u - w @ states, states, decay, from_start, length)
+    a = ((k * beta[..., None]).to(low) @ k.mT * decay).tril(-1)
+    inverse = unit_lower_inverse(a.flatten(0, 2)).unflatten(0, a.shape[:3]).to(low)
+    u = inverse @ (v * beta[..., None]).to(low)
+    w = inverse @ (k * (beta * from_start)[..., None]).to(low)
+    k_end = (k * to_end[..., None]).to(low)
+    found = state_scan(*(x.flatten(0, 1) for x in (w, u, k_end, keep)))
+    states, writes = (x.unflatten(0, k.shape[:2]) for x in found)
+    return Scan(k, writes, states, decay, from_start, length)
 
 
 def chunk_delta_rule(

@@ -7,9 +7,9 @@ Rows hold several packed documents. ``segments`` [B, T] numbers them, and nothin
 boundary: not
 the convolution's window, not the decayed state, not a gradient.
 
-Matrix products outside the recurrence run in the model's ``compute`` dtype; the residual stream,
-the
-norms and the recurrence stay in float32 (or float64 for float64 weights).
+Matrix products outside the recurrence run in the model's ``compute`` dtype, those of the
+recurrence in its ``products`` dtype; the residual stream, the norms, decays and the carried state
+stay in float32 (or float64 for float64 weights).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class GDNShape:
     conv_size: int = 4
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
 
     @property
     def key_dim(self) -> int:
@@ -68,6 +69,7 @@ class Packing(NamedTuple):
 
     taps: Tensor  # [B, T, W] 1 where the token j - (W-1) steps back is in the same document
     chunk: tuple[Tensor, Tensor, Tensor, Tensor]
+    products: torch.dtype | None = None  # of the recurrence; None: that of its operands
 
 
 def pack_masks(segments: Tensor, conv_size: int, chunk: int) -> Packing:
@@ -174,8 +176,9 @@ class Mixer(nn.Module):
         u, gate, a, b = self.project(x, compute)
         q, k, v = self.heads(convolve(u, self.conv_weight(), packing.taps))
         g, beta = self.gates(a, b)
-        o = chunk_delta_rule(q, k, v, g, beta, packing.chunk)
-        return self.finish(o, gate, compute)
+        low = packing.products or k.dtype
+        o = chunk_delta_rule(q, k.to(low), v.to(low), g, beta, packing.chunk)
+        return self.finish(o.to(g.dtype), gate, compute)
 
     def step(self, x: Tensor, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One token: ``x`` [B, D], ``window`` [B, W-1, 2HK+HV], ``state`` [B, H, K, V]."""
@@ -240,13 +243,27 @@ class Backbone(nn.Module):
 
 
 class GDNLanguageModel(nn.Module):
-    """Gated DeltaNet with tied embeddings; its state dict is fla's without ``lm_head.weight``."""
+    """Gated DeltaNet; its state dict is fla's, ``lm_head.weight`` left out where it is tied."""
 
-    def __init__(self, shape: GDNShape, compute: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        shape: GDNShape,
+        compute: torch.dtype = torch.float32,
+        products: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.shape, self.compute = shape, compute
+        self.shape, self.compute, self.products = shape, compute, products
         self.model = Backbone(shape)
+        if not shape.tie_word_embeddings:
+            self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
         self.reset_parameters()
+
+    @property
+    def head(self) -> Tensor:
+        """[vocab, D]."""
+        tied = self.shape.tie_word_embeddings
+        weight: Tensor = self.model.embeddings.weight if tied else self.lm_head.weight
+        return weight
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -266,6 +283,7 @@ class GDNLanguageModel(nn.Module):
     def hidden(self, tokens: Tensor, segments: Tensor, chunk: int = 64) -> Tensor:
         """``tokens``, ``segments`` [B, T] -> normalised last hidden states [B, T, D]."""
         packing = pack_masks(segments, self.shape.conv_size, chunk)
+        packing = packing._replace(products=self.products)
         x = self.model.embeddings(tokens)
         for layer in self.model.layers:
             x = layer(x, packing, self.compute)
@@ -274,7 +292,7 @@ class GDNLanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., vocab], in the compute dtype."""
-        return F.linear(hidden.to(self.compute), self.model.embeddings.weight.to(self.compute))
+        return F.linear(hidden.to(self.compute), self.head.to(self.compute))
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None, chunk: int = 64) -> Tensor:
         """``tokens`` [B, T] -> logits [B, T, vocab]; one document a row unless told otherwise."""
@@ -294,4 +312,4 @@ class GDNLanguageModel(nn.Module):
         for layer, (window, state) in zip(self.model.layers, cache, strict=True):
             x, window, state = cast(Block, layer).step(x, window, state)
             new.append((window, state))
-        return F.linear(self.model.norm(x), self.model.embeddings.weight), new
+        return F.linear(self.model.norm(x), self.head), new

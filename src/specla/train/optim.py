@@ -65,13 +65,15 @@ class Muon(torch.optim.Optimizer):
 
 def build_optimizers(model: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float,
                      use_muon: bool = True) -> list[torch.optim.Optimizer]:  # fmt: skip
-    """Muon on projections, AdamW on embeddings (decayed) and on vectors and convolutions (not)."""
+    """Muon on projections, AdamW on embeddings and an untied head (decayed) and on vectors and
+    convolutions (not)."""
     matrices: list[nn.Parameter] = []
     embeddings: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, p in model.named_parameters():
         small = p.dim() != 2 or "a_proj" in name or "b_proj" in name
-        (embeddings if "embeddings" in name else rest if small else matrices).append(p)
+        vocabulary = name.endswith(("embeddings.weight", "lm_head.weight"))
+        (embeddings if vocabulary else rest if small else matrices).append(p)
     fused = next(model.parameters()).is_cuda
     groups = [{"params": rest, "weight_decay": 0.0},
               {"params": embeddings, "weight_decay": weight_decay}]  # fmt: skip

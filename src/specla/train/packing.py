@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token pools and the sampler that packs their documents into rows.
 
-A pool is one uint16 array. Bits 0-12 hold the token, bit 14 marks a token whose loss counts little
-(a user's turn), bit 15 the first token of a document. Rows are filled with whole documents one
+A pool is one uint32 array. Bits 0-29 hold the token, bit 30 marks a token whose loss counts little
+(a user's turn), bit 31 the first token of a document. Rows are filled with whole documents one
 after
 another; the document that meets a row's end is cut there, so a row never starts inside one.
 """
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TOKEN_BITS, LIGHT_BIT, START_BIT = 0x1FFF, 1 << 14, 1 << 15
+TOKEN_BITS, LIGHT_BIT, START_BIT = (1 << 30) - 1, 1 << 30, 1 << 31
 
 
 @dataclass
 class Pool:
-    """Documents of one source: ``tokens`` uint16, ``starts`` int64 [n + 1] with the end as
+    """Documents of one source: ``tokens`` uint32, ``starts`` int64 [n + 1] with the end as
     sentinel."""
 
     name: str
@@ -47,7 +47,7 @@ class Pool:
 
 def load_pools(folder: Path, names: list[str]) -> list[Pool]:
     """The pools ``NAME.npy`` of a folder."""
-    return [Pool(name, np.load(folder / f"{name}.npy")) for name in names]
+    return [Pool(name, np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names]
 
 
 class Sampler:
@@ -63,7 +63,7 @@ class Sampler:
             sum(o * p.mean_length(length) for o, p in zip(self.odds, pools, strict=True))
         )
         self.offsets = np.cumsum([0] + [len(p.tokens) for p in pools])[:-1]
-        everything = np.concatenate([p.tokens for p in pools]).view(np.int16)
+        everything = np.concatenate([p.tokens for p in pools]).view(np.int32)
         self.tokens = torch.from_numpy(everything).to(device)
         self.orders: dict[tuple[int, int], np.ndarray] = {}
 
@@ -128,7 +128,7 @@ class Sampler:
         device = self.tokens.device
         at = torch.from_numpy(self.positions())
         at = at.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else at
-        return unpack(self.tokens[at].int())
+        return unpack(self.tokens[at])
 
 
 def fill_rows(lengths: np.ndarray, rows: int, length: int) -> np.ndarray | None:
@@ -146,8 +146,8 @@ def fill_rows(lengths: np.ndarray, rows: int, length: int) -> np.ndarray | None:
 
 
 def unpack(packed: Tensor, light: float = 0.25) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed words [B, T] -> tokens, segments, weights; see `Sampler.batch`."""
-    starts = (packed & START_BIT) != 0
+    """Packed words [B, T] int32 -> tokens, segments, weights; see `Sampler.batch`."""
+    starts = packed < 0  # bit 31
     segments = starts.int().cumsum(1, dtype=torch.int32)
     weights = torch.where((packed & LIGHT_BIT) != 0, light, 1.0)
     weights = weights.masked_fill(starts, 0.0)[:, 1:]

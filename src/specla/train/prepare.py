@@ -52,12 +52,12 @@ def encode(documents: Iterable[str], seed: int, bos: float) -> np.ndarray:
     texts = [DOCUMENT_END + t if rng.random() < bos else t for t in texts]
     for text in texts:  # one at a time: every core already runs a worker
         encoding = WORKER["tokenizer"].encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.uint16)
+        ids = np.array(encoding.ids, np.uint32)
         light = np.cumsum(ids == USER_ID) > np.cumsum(ids == ASSISTANT_ID)
-        ids |= np.where(light, LIGHT_BIT, 0).astype(np.uint16)
+        ids |= np.where(light, LIGHT_BIT, 0).astype(np.uint32)
         ids[::PIECE] |= START_BIT
         rows.append(ids)
-    return np.concatenate(rows) if rows else np.zeros(0, np.uint16)
+    return np.concatenate(rows) if rows else np.zeros(0, np.uint32)
 
 
 def encode_problems(rows: list[corpus.Problem], seed: int) -> dict[str, np.ndarray]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import csv
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specla.train.checkpoint import save_checkpoint
+from specla.train.cross_entropy import cross_entropy
 from specla.train.gdn import GDNLanguageModel, GDNShape
 from specla.train.optim import build_optimizers, optimizer_tensors, rate, restore_optimizers
 from specla.train.packing import Sampler, load_pools
@@ -41,10 +43,18 @@ STATE = "trainer.safetensors"
 
 @dataclass
 class Recipe:
-    """Everything that decides the result of a run."""
+    """Everything that decides the result of a run.
+
+    rows, length: tokens of a batch; chunk: of the recurrence. low: on a GPU the recurrence's
+    products run in bfloat16 as well (the carried state stays in float32). shares: of the tokens,
+    by pool. minutes, or steps if not 0: the schedule. warmup: steps.
+    """
 
     rows: int = 128
     length: int = 1024
+    chunk: int = 64
+    low: bool = False
+    shares: Mapping[str, float] = field(default_factory=lambda: dict(SHARES))
     minutes: float = 20.0
     steps: int = 0
     muon_lr: float = 0.02
@@ -57,39 +67,41 @@ class Recipe:
     compile: bool = True
 
 
-def loss_of(model: GDNLanguageModel, hidden: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
-    """Weighted cross-entropy of the next token, summed: ``hidden`` [N, D], ``tokens`` [N]
-    targets."""
-    logits = model.logits(hidden)
-    losses = F.cross_entropy(logits.float(), tokens, reduction="none")
-    return (losses * weights).sum()
+def build_model(recipe: Recipe, shape: GDNShape, device: str) -> GDNLanguageModel:
+    """A newly initialised model; with recipe.compile one block, compiled, serves all layers."""
+    torch.manual_seed(recipe.seed)
+    compute = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        model = GDNLanguageModel(shape, compute, compute if recipe.low else None)
+    if recipe.compile:
+        torch._dynamo.config.cache_size_limit = 32
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+    return model
+
+
+def mean_loss(model: GDNLanguageModel, batch: tuple[Tensor, Tensor, Tensor], chunk: int) -> Tensor:
+    """Weighted mean cross-entropy of the next token. batch: see `Sampler.batch`."""
+    tokens, segments, weights = batch
+    hidden = model.hidden(tokens, segments, chunk).flatten(0, 1).to(model.compute)
+    targets = F.pad(tokens[:, 1:], (0, 1)).flatten()
+    return cross_entropy(hidden, model.head, targets, weights.flatten()) / weights.sum()
 
 
 class Trainer:
     """Model, optimisers, sampler and clock of one run, saved and restored together."""
 
-    def __init__(self, recipe: Recipe, pools: Path, shape: GDNShape, device: str) -> None:
-        torch.manual_seed(recipe.seed)
-        self.recipe, self.device = recipe, device
-        compute = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model = GDNLanguageModel(shape, compute).to(device)
+    def __init__(self, recipe: Recipe, pools: Path, model: GDNLanguageModel) -> None:
+        self.recipe, self.model = recipe, model
+        self.device = str(model.head.device)
         self.optimizers = build_optimizers(
             self.model, recipe.muon_lr, recipe.adam_lr, recipe.weight_decay, recipe.muon
         )
-        names = sorted(n for n in SHARES if (pools / f"{n}.npy").exists())
-        self.sampler = Sampler(load_pools(pools, names), [SHARES[n] for n in names], recipe.rows,
-                               recipe.length, recipe.seed, device)  # fmt: skip
+        shares = recipe.shares
+        names = sorted(n for n in shares if (pools / f"{n}.npy").exists())
+        self.sampler = Sampler(load_pools(pools, names), [shares[n] for n in names], recipe.rows,
+                               recipe.length, recipe.seed, self.device)  # fmt: skip
         self.step, self.seconds, self.tokens = 0, 0.0, 0
-        self.loss = loss_of
-        if recipe.compile:
-            self.speed_up()
-
-    def speed_up(self) -> None:
-        """Compiles one block (shared by all layers) and the loss."""
-        torch._dynamo.config.cache_size_limit = 32
-        for layer in self.model.model.layers:
-            layer.compile(dynamic=False)
-        self.loss = torch.compile(loss_of, dynamic=False)
 
     def progress(self) -> float:
         """Share of the schedule done: by steps if the recipe counts steps, else by time."""
@@ -99,11 +111,16 @@ class Trainer:
 
     def train_step(self) -> Tensor:
         """One optimiser step; the mean weighted loss of its batch, still on the device."""
-        tokens, segments, weights = self.sampler.batch()
-        hidden = self.model.hidden(tokens, segments).flatten(0, 1)
-        targets = F.pad(tokens[:, 1:], (0, 1)).flatten()
-        loss = self.loss(self.model, hidden, targets, weights.flatten()) / weights.sum()
+        batch = self.sampler.batch()
+        loss = mean_loss(self.model, batch, self.recipe.chunk)
         loss.backward()
+        self.update()
+        self.step += 1
+        self.tokens += batch[0].numel()
+        return loss.detach()
+
+    def update(self) -> None:
+        """The optimisers' part of a step."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         scale = rate(self.progress(), self.step, self.recipe.warmup)
         for optimizer in self.optimizers:
@@ -111,9 +128,6 @@ class Trainer:
                 group["lr"] = group["peak"] * scale
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.tokens += tokens.numel()
-        return loss.detach()
 
     def save(self, folder: Path) -> None:
         """The trainer (tensors and JSON, replaced in one rename) and the bf16 checkpoint."""
@@ -192,7 +206,7 @@ def main(data: Given, out: Given, minutes: float = 20.0, stop_after: float = 1e9
     recipe = Recipe(rows=rows, length=length, minutes=minutes, steps=steps, muon_lr=muon_lr,
                     adam_lr=adam_lr, muon=muon, compile=compile, seed=seed)  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(recipe, data, GDNShape(**json.loads(shape)), device)
+    trainer = Trainer(recipe, data, build_model(recipe, GDNShape(**json.loads(shape)), device))
     resumed = trainer.restore(out)
     typer.echo(f"{'resumed at' if resumed else 'starting at'} step {trainer.step}")
     train(trainer, out, stop_after, every)
