@@ -94,6 +94,9 @@ def summary(completion: Completion, params: SamplingParams) -> list[str]:
     speed = f"{prompt / timing.prefill_s:.1f} tokens/s" if timing.prefill_s > 0 else "no prefill"
     rate = f"{spec.accepted / spec.drafted:.0%}" if spec.drafted else "nothing drafted"
     because = f"; {spec.fallback}" if spec.fallback else ""
+    if spec.budget is not None:
+        rounds = ", ".join(f"{reason} {count}" for reason, count in spec.budget.reasons.items())
+        because += f"; budget {spec.budget.policy}: {rounds}"
     # Greedy decoding reads no noise: a seed would only look as if it mattered.
     seed = f", seed {completion.seed}" if params.temperature > 0 else ""
     return [
