@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from specla.llm import LLM
     from specla.train.run import Prompt
 
-KINDS = ("eagle",)
-TRAINING = "Training"
+KINDS = ("eagle", "block", "reader")
+TRAINING, EAGLE, BLOCK, READER = "Training", "Eagle", "Block, and reader", "Reader"
 # Every so many answers one is kept for the figures, where no held-out prompts are given.
 HOLD_OUT = 50
 
@@ -48,10 +49,12 @@ def train(
     ] = 1e9,
     rows: Annotated[int, typer.Option(rich_help_panel=TRAINING, help="Per step.")] = 4,
     length: Annotated[int, typer.Option(rich_help_panel=TRAINING, help="Tokens a row.")] = 512,
-    unroll: Annotated[
-        int, typer.Option(rich_help_panel=TRAINING, help="Steps of the training-time test.")
-    ] = 5,
-    lr: Annotated[float, typer.Option(rich_help_panel=TRAINING, help="Peak rate.")] = 1e-4,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=TRAINING, help="Peak rate; default: 1e-4, of a block drafter 6e-4."
+        ),
+    ] = None,
     warmup: Annotated[int, typer.Option(rich_help_panel=TRAINING, help="Steps.")] = 40,
     every: Annotated[
         int, typer.Option(rich_help_panel=TRAINING, help="Steps between figures.")
@@ -59,15 +62,52 @@ def train(
     layers: Annotated[
         str | None, typer.Option(help="Feature layers (outputs), such as 1,11,20.")
     ] = None,
-    mixer: Annotated[str, typer.Option(help="gdn, or attention as in EAGLE-3.")] = "gdn",
-    hidden_size: Annotated[int | None, typer.Option(help="Default: the target's.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="Default: 8/3 of it.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Default: the target's.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Default: the target's.")] = None,
-    head_v_dim: Annotated[int | None, typer.Option(help="Default: the target's.")] = None,
-    draft_vocab: Annotated[
-        int | None, typer.Option(help="Tokens that can be drafted; default: all.")
+    intermediate_size: Annotated[int | None, typer.Option(help="Default: 8/3 of width.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Default: as the target's.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Default: as the target's; 64.")] = None,
+    unroll: Annotated[
+        int | None, typer.Option(rich_help_panel=EAGLE, help="Steps ahead; default: 5.")
     ] = None,
+    mixer: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=EAGLE, help="gdn (default), or attention as in EAGLE-3."),
+    ] = None,
+    hidden_size: Annotated[
+        int | None, typer.Option(rich_help_panel=EAGLE, help="Default: the target's.")
+    ] = None,
+    head_v_dim: Annotated[
+        int | None, typer.Option(rich_help_panel=EAGLE, help="Default: the target's.")
+    ] = None,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=EAGLE, help="Tokens that can be drafted; default: all."),
+    ] = None,
+    draft_layers: Annotated[
+        int | None, typer.Option(rich_help_panel=BLOCK, help="Default: 2.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(rich_help_panel=BLOCK, help="Drafts of a block; default: 7.")
+    ] = None,
+    markov_rank: Annotated[
+        int | None, typer.Option(rich_help_panel=BLOCK, help="0: no Markov head.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(rich_help_panel=BLOCK, help="Tokens seen; default: all.")
+    ] = None,
+    anchors: Annotated[
+        int | None, typer.Option(rich_help_panel=BLOCK, help="Blocks per step; default: 128.")
+    ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(rich_help_panel=BLOCK, help="Folder of a drafter to start from."),
+    ] = None,
+    state_layers: Annotated[
+        str | None, typer.Option(rich_help_panel=READER, help="Whose states, such as 11,23.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(rich_help_panel=READER, help="Default: 8.")] = None,
+    joint: Annotated[
+        bool, typer.Option(rich_help_panel=READER, help="Train the drafter with its reader.")
+    ] = False,
     max_slots: opt.MaxSlots = 64,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
@@ -76,13 +116,35 @@ def train(
     no_progress: opt.NoProgress = False,
     debug: opt.Debug = False,
 ) -> int:
-    """Train a drafter on a target's own answers: OUT/checkpoint is for --drafter eagle:FOLDER.
+    """Train a drafter on a target's own answers: OUT/checkpoint is for --drafter KIND:FOLDER.
 
     The target answers the prompts first. A conversation that ends with an assistant's turn brings
-    its answer, which is used as far as the target agrees with it.
+    its answer, which is used as far as the target agrees with it. A reader is one of a block
+    drafter: first alone, then again with --joint.
     """
     if kind not in KINDS:
         raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    schedule = {"rows": rows, "length": length, "steps": steps, "lr": lr, "warmup": warmup}
+    own = {
+        "intermediate_size": intermediate_size,
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "target_layer_ids": _layer_ids("--layers", layers),
+        "unroll": unroll,
+        "mixer": mixer,
+        "hidden_size": hidden_size,
+        "head_v_dim": head_v_dim,
+        "draft_vocab_size": draft_vocab,
+        "draft_layers": draft_layers,
+        "block_size": block_size,
+        "markov_rank": markov_rank,
+        "window": window,
+        "anchors": anchors,
+        "start": start,
+        "state_layers": _layer_ids("--state-layers", state_layers),
+        "rank": rank,
+        "joint": joint or None,
+    }
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     engine = EngineOptions(
         model=model,
@@ -97,21 +159,11 @@ def train(
     with progress_bars(wanted=not no_progress) as tick:
         llm = load(engine, tick)
         from specla.train.capture import Capture
-        from specla.train.loop import Recipe
-        from specla.train.run import KEEP_BYTES, Run, Sizes, config_for, texts_of
+        from specla.train.kinds import kind_of
+        from specla.train.run import KEEP_BYTES, texts_of
 
-        sizes = Sizes(
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_heads=heads,
-            head_dim=head_dim,
-            head_v_dim=head_v_dim,
-            mixer=mixer,
-            draft_vocab_size=draft_vocab,
-            target_layer_ids=_layer_ids(layers),
-        )
-        config = config_for(llm.model, sizes, llm.tokenizer.digest)
-        capture = Capture(llm.model, config.target_layer_ids, keep_bytes=KEEP_BYTES)
+        chosen = kind_of(kind, llm.model, llm.tokenizer.digest, _given(schedule), _given(own))
+        capture = Capture(llm.model, chosen.feature_layers, keep_bytes=KEEP_BYTES)
         asked = _prompts(llm, prompts, params)
         texts = texts_of(llm.engine, capture, asked, params, out / "answers.jsonl", tick)
         if held_out is None:
@@ -119,18 +171,8 @@ def train(
         else:
             again = _prompts(llm, held_out, params)
             held = texts_of(llm.engine, capture, again, params, out / "held-out.jsonl", tick)
-        recipe = Recipe(rows=rows, length=length, unroll=unroll, steps=steps, lr=lr, warmup=warmup)
-        run = Run(
-            out,
-            llm.model,
-            capture,
-            config,
-            texts,
-            held,
-            recipe,
-            compute=_compute(llm.config.device),
-        )
-        note(f"{'going on at' if run.resumed else 'starting at'} step {run.trainer.step}")
+        run = chosen.run(out, capture, texts, held, _compute(llm.config.device))
+        note(f"{'going on at' if run.resumed else 'starting at'} step {run.step}")
         found = run(every=every, minutes=minutes, tick=tick, note=note)
     note(f"tau {found.tau:.3f} on held-out texts; {out / 'checkpoint'}")
     return 0
@@ -142,13 +184,18 @@ def _compute(device: str) -> torch.dtype:
     return torch.float32 if device == "cpu" else torch.bfloat16
 
 
-def _layer_ids(text: str | None) -> tuple[int, ...] | None:
+def _given(options: Mapping[str, object]) -> dict[str, object]:
+    """Without those that were left out."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _layer_ids(option: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--layers must be numbers such as 1,11,20, got {text!r}") from None
+        raise ConfigError(f"{option} must be numbers such as 1,11,20, got {text!r}") from None
 
 
 def _prompts(llm: LLM, path: str, params: SamplingParams) -> list[Prompt]:

@@ -33,7 +33,7 @@ from specla.train.states import States
 from specla.train.steps import Figures, Pack, Schedule, Steps
 
 TOP = 4
-HELD_OUT_ANCHORS = 256
+HELD_OUT_ANCHORS = 128
 """Of one batch, evenly spread."""
 
 

@@ -46,6 +46,11 @@ class Session(Generic[B]):
         trainer.save(self.folder)
         return found
 
+    @property
+    def step(self) -> int:
+        """Steps done, in all runs."""
+        return self._steps.step
+
     def look(self, loss: float, note: Callable[[str], None]) -> Figures:
         """Held-out figures; keeps the drafter if it is the best so far."""
         trainer = self._steps
