@@ -88,7 +88,9 @@ class FeatureDrafter(Drafter, Protocol):
     feature_layers: tuple[int, ...]
 
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
-        """Make ready for an engine on `model`. exact: a row's trees must not depend on others.
+        """Make ready for an engine on `model`. exact: where the device has products whose bits do
+        not depend on the row count, a row's trees do not depend on other rows either (outputs
+        never do).
 
         Raises:
             ConfigError: made for another target; the message names what differs.
