@@ -38,6 +38,13 @@ def test_the_model_defaults_to_demo_and_options_arrive(stub: Any) -> None:
     assert (llm.options["max_nodes"], llm.options["threads"]) == (5, 1)
 
 
+def test_a_budget_is_for_those_who_draft(stub: Any) -> None:
+    main("generate -p hi --drafter suffix --budget 3".split())
+    assert stub.made[-1].options["budget"] == "3"
+    main("generate --compare -p hi --drafter suffix --budget 3".split())
+    assert [m.options["budget"] for m in stub.made[-3:]] == ["auto", "auto", "3"]
+
+
 def test_json_is_one_object_with_the_promised_fields(stub: Any, capsys: CAPTURE) -> None:
     command = "generate some/model -p x --json --seed 3 --drafter suffix --logprobs 1".split()
     command[3] = "one two three four"

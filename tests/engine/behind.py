@@ -153,3 +153,21 @@ def behind(engine: Engine) -> Behind:
     """Make the engine believe that it has a GPU."""
     engine._graphs = made = Behind(engine)
     return made
+
+
+class Turns:
+    """A budget of rounds on the device that changes its mind every few rounds."""
+
+    reason, detail = "pays", "pays: so it goes"
+
+    def __init__(self, sizes: Sequence[int], every: int) -> None:
+        self._sizes, self._every, self.seen = sizes, every, list[tuple[int, int]]()
+
+    def width(self, rows: int) -> int:
+        return self._sizes[len(self.seen) // self._every % len(self._sizes)]
+
+    def observe(self, reached: Sequence[int], emitted: Sequence[int], nodes: int) -> None:
+        self.seen.append((nodes, max(reached)))
+
+    def expected(self, depth: int) -> float:
+        return 0.5 * depth

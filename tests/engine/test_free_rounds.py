@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from behind import Behind, behind
+from behind import Behind, Turns, behind
 from engine_harness import (
     Run,
     check_rules,
@@ -197,24 +197,6 @@ def test_nothing_to_draw(
     assert len(bad.token_ids) == 3
     assert engine.stats.finished["error"] == 1
     assert run.outcomes() == {n: outcome(c) for n, c in alone.items()}
-
-
-class Turns:
-    """A budget of rounds on the device that changes its mind every few rounds."""
-
-    reason, detail = "pays", "pays: so it goes"
-
-    def __init__(self, sizes: Sequence[int], every: int) -> None:
-        self._sizes, self._every, self.seen = sizes, every, list[tuple[int, int]]()
-
-    def width(self, rows: int) -> int:
-        return self._sizes[len(self.seen) // self._every % len(self._sizes)]
-
-    def observe(self, reached: Sequence[int], emitted: Sequence[int], nodes: int) -> None:
-        self.seen.append((nodes, max(reached)))
-
-    def expected(self, depth: int) -> float:
-        return 0.5 * depth
 
 
 @pytest.mark.parametrize("every", [1, 3])

@@ -13,6 +13,7 @@ from functools import cache
 
 import pytest
 import torch
+from behind import Turns
 from torch import Tensor
 
 from specla.bench.random_model import RandomGDN, gdn_1_3b
@@ -58,7 +59,10 @@ def sampling(row: int, count: int = TOKENS) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True)
 
 
-def new_engine(drafter: Drafter, *, slots: int, max_nodes: int) -> tuple[Engine, Remembering]:
+def new_engine(
+    drafter: Drafter, *, slots: int, max_nodes: int, turns: Sequence[int] = ()
+) -> tuple[Engine, Remembering]:
+    """turns: numbers of nodes that rounds on the device have by turns."""
     target = model()
     state = Remembering(
         target.info.recurrent,
@@ -69,14 +73,26 @@ def new_engine(drafter: Drafter, *, slots: int, max_nodes: int) -> tuple[Engine,
         device=target.device,
     )
     state.kept = {}
-    return Engine(target, state, drafter, mode="exact", prefill_chunk=256), state
+    budget = "paying" if turns else "off"
+    engine = Engine(target, state, drafter, mode="exact", prefill_chunk=256, budget=budget)
+    if turns:
+        assert engine.spending is not None
+        assert engine.spending.free is not None
+        engine.spending.free = Turns(turns, every=7)  # type: ignore[assignment]
+    return engine, state
 
 
 def decode(
-    rows: Sequence[int], drafter: Drafter, *, max_nodes: int, count: int = TOKENS, at_once: int = 8
+    rows: Sequence[int],
+    drafter: Drafter,
+    *,
+    max_nodes: int,
+    count: int = TOKENS,
+    at_once: int = 8,
+    turns: Sequence[int] = (),
 ) -> list[Outcome]:
     """What these rows come to, all in one engine; `at_once` of them join between two rounds."""
-    engine, state = new_engine(drafter, slots=len(rows), max_nodes=max_nodes)
+    engine, state = new_engine(drafter, slots=len(rows), max_nodes=max_nodes, turns=turns)
     outcomes: dict[int, Outcome] = {}
     slots: dict[int, int] = {}
     waiting = list(enumerate(rows))
@@ -158,6 +174,15 @@ def test_rounds_without_the_host_give_the_same_tokens(name: str, batch: int) -> 
     drafter: Drafter = NoDrafter() if name == "none" else NgramDrafter()
     rows = ROWS[:batch]
     got = decode(rows, drafter, max_nodes=16 if name == "ngram" else 1)
+    for row, (tokens, *_) in zip(rows, got, strict=True):
+        assert tokens == alone(row)[0], row
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_rounds_of_a_number_of_nodes_by_turns_give_the_same_tokens(batch: int) -> None:
+    """The budget of rounds on the device, at its most restless."""
+    rows = ROWS[:batch]
+    got = decode(rows, NgramDrafter(), max_nodes=16, turns=(16, 1, 4, 2, 8))
     for row, (tokens, *_) in zip(rows, got, strict=True):
         assert tokens == alone(row)[0], row
 
