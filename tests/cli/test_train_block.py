@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specla train --kind block` and `reader`: from prompts to drafters in use. Nothing is stubbed."""
+"""`specla train --kind block` and `reader`: from prompts to drafters in use; nothing stubbed."""
 
 from __future__ import annotations
 

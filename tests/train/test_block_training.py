@@ -19,13 +19,14 @@ from torch import Tensor
 from specla.drafters.block import BlockDrafter
 from specla.drafters.block_config import BlockConfig, expected_tensors
 from specla.drafters.block_files import save_reader
+from specla.drafters.calibration import calibration_error, survival
 from specla.drafters.reader import ReaderConfig, reader_tensors
 from specla.engine.engine import Engine
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.request import SamplingParams
 from specla.train.block import BlockNet, Named, ReaderNet
-from specla.train.block_batches import BlockPacker, Lessons, lessons, some
+from specla.train.block_batches import BlockBatch, BlockPacker, Lessons, lessons, some
 from specla.train.block_loop import (
     READER,
     BlockRecipe,
@@ -256,6 +257,17 @@ def tau_in_use(target: TargetModel, drafter: BlockDrafter, texts: Sequence[Text]
     return sum(s.rounds + s.accepted for s in said) / sum(s.rounds for s in said)
 
 
+@torch.no_grad()
+def survival_error(
+    steps: BlockSteps, batches: Sequence[BlockBatch], temperatures: tuple[float, ...] | None
+) -> float:
+    """Of the first draft being accepted."""
+    right, known, logits = (torch.cat(x) for x in zip(*map(steps._look, batches), strict=True))
+    survived = right[..., 0].int().cumprod(-1)[known.all(-1)]
+    predicted = survival(logits[known.all(-1)], temperatures)
+    return float(calibration_error(predicted[:, 0], survived[:, 0]))
+
+
 def test_training_makes_a_drafter_that_is_accepted(
     target: TargetModel, texts: list[Text], tmp_path: Path
 ) -> None:
@@ -274,6 +286,9 @@ def test_training_makes_a_drafter_that_is_accepted(
     assert len(notes) == 3
     assert found.tau > before + 0.4
     chain = BlockDrafter(path=str(tmp_path / "checkpoint"), top_k=1, tau=1e9)
+    temperatures = chain.config.confidence_temperatures
+    assert temperatures is not None
+    assert len(temperatures) == config.num_drafts
     assert tau_in_use(target, chain, texts[20:]) > before + 0.4
 
     kept = {name: p.clone() for name, p in steps.net.tensors().items()}
@@ -282,6 +297,7 @@ def test_training_makes_a_drafter_that_is_accepted(
         target, steps.net, packer_for(target), texts[:20], recipe, shares=READER, reader=reader
     )
     assert second.figures(held) == steps.figures(held)
+    assert survival_error(steps, held, steps._temperatures) < survival_error(steps, held, None)
     losses = [second.train_step() for _ in range(20)]
     assert sum(losses[-5:]) < sum(losses[:5])
     assert all(torch.equal(p, kept[name]) for name, p in steps.net.tensors().items())

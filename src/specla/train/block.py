@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -115,9 +116,10 @@ class BlockNet(Named):
             return nullcontext()
         return torch.autocast(self._shared[0].device.type, self.compute)
 
-    def save(self, folder: Path) -> None:
-        """config.json and model.safetensors, bf16."""
-        save_drafter(folder, self.config, {k: v.bfloat16() for k, v in self.tensors().items()})
+    def save(self, folder: Path, temperatures: tuple[float, ...] | None) -> None:
+        """config.json with the confidence head's temperatures, and model.safetensors, bf16."""
+        config = replace(self.config, confidence_temperatures=temperatures)
+        save_drafter(folder, config, {k: v.bfloat16() for k, v in self.tensors().items()})
 
 
 class ReaderNet(Named):

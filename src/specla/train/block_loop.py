@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from specla.drafters.block_config import BlockConfig
 from specla.drafters.block_model import BlockModel, Inject
+from specla.drafters.calibration import calibrate
 from specla.models.base import TargetModel
 from specla.train.block import BlockNet, ReaderNet
 from specla.train.block_batches import BlockBatch, Lessons, lessons, some
@@ -119,6 +120,7 @@ class BlockSteps(Steps[BlockBatch]):
     ) -> None:
         self.net, self.reader, self.recipe = net, reader, recipe
         self._target, self._shares, self._joint = target, shares, joint
+        self._temperatures = net.config.confidence_temperatures
         parts = nn.ModuleDict({"drafter": net})
         self._states: States | None = None
         if reader is not None:
@@ -167,31 +169,37 @@ class BlockSteps(Steps[BlockBatch]):
 
     @torch.no_grad()
     def figures(self, batches: Sequence[BlockBatch]) -> Figures:
-        """Held-out acceptance over some batches."""
-        n = self.net.config.num_drafts
-        first, top, counts = (torch.zeros(n) for _ in range(3))
-        accepted, anchors = 0.0, 0
-        for batch in batches:
-            places = some(batch.anchors, HELD_OUT_ANCHORS, None)
-            given = lessons(batch, places, n, self._target)
-            guesses = self.guesses(batch, places, given).logits.topk(TOP, dim=-1).indices
-            right = (guesses == given.labels[..., None]) & given.known[..., None]
-            first += right[..., 0].sum(0).cpu()
-            top += right.any(-1).sum(0).cpu()
-            counts += given.known.sum(0).cpu()
-            # As long as a chain is right, the tokens before its drafts are the text's own.
-            accepted += float(right[..., 0].int().cumprod(-1).sum())
-            anchors += len(places)
-        counts.clamp_(min=1)
+        """Held-out acceptance over some batches; calibrates the confidence head on them."""
+        seen = [self._look(batch) for batch in batches]
+        right, known = (torch.cat([one[i] for one in seen]) for i in (0, 1))
+        # As long as a chain is right, the tokens before its drafts are the text's own.
+        survived = right[..., 0].int().cumprod(-1)
+        if self.net.config.confidence_head:
+            whole = known.all(-1)
+            logits = torch.cat([one[2] for one in seen])[whole]
+            self._temperatures = calibrate(logits, survived[whole]) if len(logits) else None
+        counts = known.sum(0).clamp(min=1)
         return Figures(
-            first=tuple((first / counts).tolist()),
-            top=tuple((top / counts).tolist()),
-            tau=1 + accepted / max(anchors, 1),
+            first=tuple((right[..., 0].sum(0) / counts).tolist()),
+            top=tuple((right.any(-1).sum(0) / counts).tolist()),
+            tau=1 + float(survived.sum()) / max(len(right), 1),
         )
+
+    def _look(self, batch: BlockBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one batch's anchors: whether each of the first guesses is right [A, n, TOP], whether
+        the text goes that far [A, n], confidences' logits [A, n] (zeros without the head)."""
+        places = some(batch.anchors, HELD_OUT_ANCHORS, None)
+        given = lessons(batch, places, self.net.config.num_drafts, self._target)
+        guesses = self.guesses(batch, places, given)
+        tokens = guesses.logits.topk(TOP, dim=-1).indices
+        right = (tokens == given.labels[..., None]) & given.known[..., None]
+        confidence = guesses.confidence
+        logits = torch.zeros(right.shape[:2]) if confidence is None else confidence.cpu()
+        return right.cpu(), given.known.cpu(), logits
 
     def keep(self, folder: Path) -> None:
         """Write the drafter, and its reader if it has one."""
-        self.net.save(folder)
+        self.net.save(folder, self._temperatures)
         if self.reader is not None:
             self.reader.save(folder)
 
