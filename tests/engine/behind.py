@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specla.drafters.base import Drafter, DraftRow
 from specla.drafters.ngram import NgramDrafter
+from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
 from specla.engine.flight import Flight, to_verdict
 from specla.engine.graphs import GraphRounds, is_device_row
@@ -46,6 +47,7 @@ class Behind(GraphRounds):
         self._max_nodes = engine.state.max_nodes
         self._flight, self._width, self._key = Flight(), None, (1, 1)
         self._places: list[Place] = []
+        self.resting = False
         self._words: list[list[Words]] = [[], []]
         self._count = 0
         self.size = (1, 1)
@@ -64,6 +66,8 @@ class Behind(GraphRounds):
         ]
         same = isinstance(self._drafter, NgramDrafter)
         self._device_drafter: Drafter = NgramDrafter() if same else self._drafter
+        if self.resting:
+            self._device_drafter = NoDrafter()
 
     def _launch(self) -> list[tuple[Running, Verdict]]:
         self._words[self._count % 2] = self._round()

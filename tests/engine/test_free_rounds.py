@@ -17,10 +17,12 @@ from engine_harness import (
     outcome,
     plain,
     request,
+    truth_of,
 )
 from engine_requests import LONG, LOOP, PROMPTS, WALK, mixed
 
 from specla import drafters
+from specla.drafters.base import Drafter, DraftRow, Observation
 from specla.engine.engine import Engine
 from specla.engine.kernels import Kernels
 from specla.engine.prices import Prices
@@ -29,6 +31,8 @@ from specla.engine.stats import Decisions
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.request import Request
+from specla.testing import AdversarialDrafter, OracleDrafter
+from specla.topology.tree import DraftTree
 
 # All of them rows that a device can judge.
 FREE = [
@@ -216,6 +220,41 @@ def test_another_number_of_nodes_changes_nothing(target: TargetModel, every: int
         assert s.budget is not None
         assert sum(s.budget.reasons.values()) == s.rounds
         assert s.budget.chosen == s.drafted
+
+
+@pytest.mark.parametrize("hopeless", [True, False])
+def test_a_drafter_of_the_host_rests_on_the_device(target: TargetModel, hopeless: bool) -> None:
+    """Where it is not asked, rounds need no host; it still hears of every one of them."""
+    requests = [request(f"r{i}", p, seed=i, max_tokens=120) for i, p in enumerate(PROMPTS[:4])]
+    done = plain(target, requests)
+    truth = truth_of(requests, done)
+    drafter = Hearing(
+        AdversarialDrafter(truth, vocab_size=24) if hopeless else OracleDrafter(truth)
+    )
+    engine = make_engine(target, drafter, slots=3, log=4, budget="paying")
+    rounds = behind(engine)
+    run = run_behind(engine, rounds, requests)
+    assert run.outcomes() == {n: outcome(c) for n, c in done.items()}
+    assert (rounds.launches > 100) == hopeless
+    reports = [c.speculation for c in run.completions.values()]
+    assert all(sum(s.budget.reasons.values()) == s.rounds for s in reports if s.budget)
+    assert drafter.heard == sum(len(c.token_ids) for c in done.values())
+
+
+class Hearing:
+    """Another drafter; counts the tokens that it was told of."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.info, self._inner, self.heard = inner.info, inner, 0
+
+    def draft(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
+        return self._inner.draft(rows)
+
+    def observe(self, seen: Sequence[Observation]) -> None:
+        self.heard += sum(len(one.emitted) for one in seen)
+
+    def reset(self, slot: int) -> None:
+        self._inner.reset(slot)
 
 
 def test_a_number_of_drafts_that_a_graph_cannot_have_is_refused(target: TargetModel) -> None:

@@ -119,6 +119,7 @@ class Budget:
         self._declined = 0
         self._used: deque[int] = deque([max_nodes], maxlen=WINDOW)
         self._calls: dict[int, float] = {}  # microseconds of a call, by what was asked for
+        self._known: dict[tuple[int, float], tuple[float, int]] = {}
         self._asked = 0
         self._spent = 1.0  # by the round that was chosen last, in AR steps
         self._expected_gain = 0.0
@@ -130,6 +131,14 @@ class Budget:
         the drafter."""
         self._asked = self._most(len(rows))
         return [replace(row, max_drafts=min(row.max_drafts, self._asked)) for row in rows]
+
+    def rests(self, rows: int) -> bool:
+        """Whether the next round would not ask for anything."""
+        return self.fixed is None and self._most(rows) == 0
+
+    def rested(self) -> None:
+        """A round of plain decoding went by."""
+        self.account.book(0.0)
 
     def _most(self, rows: int) -> int:
         if self.fixed is not None:
@@ -154,9 +163,15 @@ class Budget:
         self._calls[self._asked] = before + (min(us, 4 * before) - before) / WINDOW
 
     def _break_even(self, rows: int) -> tuple[float, int]:
-        return break_even(
-            self._costs, rows, self._max_nodes, draft_us=self._call_us(rows, self._max_nodes)
-        )
+        """As `choose.break_even`; asked in every round, so kept for calls that cost the same to
+        a hundredth of a step."""
+        step = self._costs.round_us(rows, 1)
+        key = rows, round(self._call_us(rows, self._max_nodes) / step, 2)
+        if key not in self._known:
+            self._known[key] = break_even(
+                self._costs, rows, self._max_nodes, draft_us=key[1] * step
+            )
+        return self._known[key]
 
     # ---- after drafting
 
@@ -223,6 +238,10 @@ class Budget:
             return f"{reason}: {choice.nodes} nodes, {cost}"
         if reason == "nothing":
             return "nothing: no drafts were proposed"
+        return self.why_off(rows, reason)
+
+    def why_off(self, rows: int, reason: str = "off") -> str:
+        """The acceptance that would be needed, and what there was."""
         p, nodes = self._break_even(rows)
         sign = ">" if p > self.survival.first else "<="
         return f"{reason}: break-even p {p:.2f} {sign} {self.survival.first:.2f} ({nodes} nodes)"

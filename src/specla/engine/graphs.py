@@ -82,6 +82,8 @@ class GraphRounds:
         )
         self._buckets: dict[tuple[int, int], _Round] = {}
         self._flight = Flight()
+        self.resting = False
+        """A drafter of the host is not asked for now: rounds of one node need no host."""
         self.features: Features | None = None
         """Of the last driven round's nodes, until the next one."""
         self._key = (1, 1)
@@ -94,11 +96,16 @@ class GraphRounds:
 
     def is_free(self, rows: Sequence[Running]) -> bool:
         """Whether these rows' rounds need no host. The device may be a round ahead of it."""
-        if not isinstance(self._drafter, DeviceDrafter):
+        if not (isinstance(self._drafter, DeviceDrafter) or self.resting):
             return False
         longest = max((len(row.tokens) for row in rows), default=0) + self._max_nodes
         fits = longest <= MAX_HISTORY or not self._looks_back
         return fits and all(map(is_device_row, rows))
+
+    @property
+    def _drafts(self) -> bool:
+        """Whether free rounds draft; a resting drafter has no part in them."""
+        return isinstance(self._drafter, DeviceDrafter)
 
     @property
     def _looks_back(self) -> bool:
@@ -124,6 +131,7 @@ class GraphRounds:
         """Start a free round over `rows` and return what the one before it came to. Where the
         rows or the number of nodes have changed, first only the latter."""
         nodes = self._width(len(rows)) if self._width and rows else self._max_nodes
+        nodes = 1 if self.resting else nodes
         if not self._flight.goes_on(rows) or nodes != self._key[1]:
             ended = self.settle()
             if ended or not rows:
@@ -140,7 +148,7 @@ class GraphRounds:
         return ended
 
     def _load(self, rows: Sequence[Running]) -> None:
-        self._graph(*self._key, True)
+        self._graph(*self._key, self._drafts)
         self._flight.load(rows)
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
         self._plan(rows, trees, self._key[1])
@@ -148,7 +156,7 @@ class GraphRounds:
 
     def _launch(self) -> list[tuple[Running, Verdict]]:
         one = self._buckets[self._key]
-        one.graphs[True].replay()
+        one.graphs[self._drafts].replay()
         place = self._count % 2
         one.read[place].copy_(one.verdicts, non_blocking=True)
         self._events[place].record()
@@ -172,7 +180,7 @@ class GraphRounds:
 
     def replay(self) -> Callable[[], None]:
         """The graph of the last free round, for measuring."""
-        return self._buckets[self._key].graphs[True].replay
+        return self._buckets[self._key].graphs[self._drafts].replay
 
     # ---- driven rounds
 

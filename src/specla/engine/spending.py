@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from specla.config import PAYING
-from specla.drafters.base import Drafter, DraftRow, Observation
+from specla.drafters.base import Drafter, DraftRow, FeatureDrafter, Observation
 from specla.drafters.budget import Budget, Decision
 from specla.drafters.budget_free import FreeBudget
 from specla.engine.prices import Prices
@@ -105,10 +105,11 @@ class Spending:
 
     def landed(self, ended: Sequence[tuple[Running, Verdict]], nodes: int) -> None:
         """What one of `nodes` nodes per row came to."""
-        if self.free is None:
-            return
         good = [(row, verdict) for row, verdict in ended if verdict is not NO_TOKEN]
         if not good:
+            return
+        if self.free is None:
+            self._rested(good)
             return
         emitted = [len(verdict.emitted) for _, verdict in good]
         self.free.observe([verdict.num_accepted for _, verdict in good], emitted, nodes)
@@ -119,6 +120,30 @@ class Spending:
                 row, reason, detail, proposed=drafted, chosen=drafted, depth=depth,
                 expected=self.free.expected(depth),
             )  # fmt: skip
+
+    def rests(self, rows: int) -> bool:
+        """Whether a drafter of the host is not asked next, so that the device needs no host. One
+        that reads features has to be fed in every round."""
+        feature = isinstance(self._drafter, FeatureDrafter)
+        return self.free is None and not feature and self.budget.rests(rows)
+
+    def _rested(self, ended: Sequence[tuple[Running, Verdict]]) -> None:
+        """Such a round went by; the drafter sees a round without drafts."""
+        self.budget.rested()
+        detail = self.budget.why_off(len(ended))
+        for row, _ in ended:
+            self._count(row, "off", detail, proposed=0, chosen=0, depth=0, expected=0.0)
+        self._drafter.observe(
+            [
+                Observation(
+                    slot=row.slot,
+                    tree=DraftTree.root(row.tokens[-1]),
+                    path=verdict.path,
+                    emitted=verdict.emitted,
+                )
+                for row, verdict in ended
+            ]
+        )
 
     def _count(
         self, row: Running, reason: str, detail: str, *, proposed: int, chosen: int, depth: int,
