@@ -10,6 +10,7 @@ from engine_requests import LOOP, WALK
 
 from specla import drafters
 from specla.models.base import TargetModel
+from specla.models.features import Features
 from specla.ops.contract import RoundPlan
 from specla.state import State
 
@@ -41,10 +42,10 @@ def test_nan_in_one_row_mid_way(target: TargetModel, monkeypatch: pytest.MonkeyP
     engine = make_engine(target, drafters.build("ngram"), log=3)
     verify, rounds = target.verify, 0
 
-    def broken(plan: RoundPlan, state: State) -> torch.Tensor:
+    def broken(plan: RoundPlan, state: State, features: Features | None) -> torch.Tensor:
         nonlocal rounds
         rounds += 1
-        logits = verify(plan, state).clone()
+        logits = verify(plan, state, features).clone()
         if rounds == 3:
             logits[: plan.offsets[1]] = float("nan")
         return logits

@@ -13,6 +13,9 @@ from specla.engine.stats import PHASES, Acceptance, EngineStats
 from specla.models.base import TargetModel
 from specla.request import Completion, Request
 
+# What a result says, where that is not the registry's name.
+SAYS = {"scripted-tree": "scripted", "oracle-decoys": "oracle", "block": "block+reader"}
+
 
 @pytest.fixture(scope="module")
 def runs(target: TargetModel) -> dict[str, tuple[EngineStats, Run]]:
@@ -43,9 +46,7 @@ def test_identities_of_every_request(runs: dict[str, tuple[EngineStats, Run]], n
         for depth, rate in enumerate(s.acceptance_by_depth):
             reached = sum(s.acceptance_histogram[depth + 1 :])
             assert reached == 0 or reached / s.rounds <= rate <= 1
-        assert s.drafter == {"scripted-tree": "scripted", "oracle-decoys": "oracle"}.get(
-            name, name
-        )
+        assert s.drafter == SAYS.get(name, name)
         assert (s.mode, s.fallback) == ("exact", None)
 
 
