@@ -17,6 +17,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from specla.errors import ConfigError
+
+SYMBOLIC, PYTHON = "gsm_symbolic_40k.jsonl.xz", "corpus.txt.xz"
+GSM8K_TRAIN, GSM8K_TEST = "train.jsonl", "test.jsonl"
+OVERLAP = "gsm8k_test_indices_overlapping.json"
+
 Problem = dict[str, str]
 Skeleton = frozenset[tuple[str, str]]
 
@@ -27,6 +33,19 @@ NEW_NUMBERS_PERCENT = 4
 def digest(text: str) -> int:
     """A stable 32-bit hash of a text."""
     return int.from_bytes(hashlib.blake2s(text.encode(), digest_size=4).digest(), "little")
+
+
+def locate(folder: Path, name: str) -> Path:
+    """The one file or folder of that name in or below a folder of data.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    found = [folder / name] if (folder / name).exists() else sorted(folder.rglob(name))
+    if len(found) != 1:
+        what = "has none" if not found else f"has {', '.join(map(str, found))}"
+        raise ConfigError(f"a folder of data must have one {name} in or below it; {folder} {what}")
+    return found[0]
 
 
 def read_problems(path: Path) -> list[Problem]:
@@ -112,8 +131,8 @@ def split_symbolic(problems: list[Problem]) -> dict[str, list[Problem]]:
 
 def gsm8k_test(folder: Path) -> list[Problem]:
     """GSM8K's test problems without those that gsm_symbolic's templates were made from."""
-    overlap = set(json.loads((folder / "gsm8k_test_indices_overlapping.json").read_text()))
-    rows = read_problems(folder / "test.jsonl")
+    overlap = set(json.loads(locate(folder, OVERLAP).read_text()))
+    rows = read_problems(locate(folder, GSM8K_TEST))
     return [row for i, row in enumerate(rows) if i not in overlap]
 
 

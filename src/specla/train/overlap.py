@@ -65,12 +65,14 @@ def main(
 ) -> None:
     """Counts and writes the overlaps."""
     wanted = test_grams(data, humaneval)
-    symbolic = corpus.split_symbolic(corpus.read_problems(data / "gsm_symbolic_40k.jsonl.xz"))
-    python = corpus.python_documents(data / "corpus.txt.xz")["train"]
+    symbolic = corpus.split_symbolic(corpus.read_problems(corpus.locate(data, corpus.SYMBOLIC)))
+    python = corpus.python_documents(corpus.locate(data, corpus.PYTHON))["train"]
     texts = {
         "generated": list(generated_texts(count)),
         "gsm_symbolic train": [p["question"] for p in symbolic["train"]],
-        "gsm8k train": [p["question"] for p in corpus.read_problems(data / "train.jsonl")],
+        "gsm8k train": [
+            p["question"] for p in corpus.read_problems(corpus.locate(data, corpus.GSM8K_TRAIN))
+        ],
         "mined functions": [f.source() for s in python for f in mining.mine_functions(s)],
     }
     report = {

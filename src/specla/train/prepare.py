@@ -2,8 +2,9 @@
 """Turns the text sources into token pools and an evaluation set, on all processor cores.
 
 ``python -m specla.train.prepare --data DIR --out DIR`` writes NAME.npy per pool (see `packing`),
-``heldout.json``, and ``pools.json`` with the size of each pool. DIR holds GSM8K's train.jsonl and
-test.jsonl, gsm_symbolic_40k.jsonl.xz, gsm8k_test_indices_overlapping.json and corpus.txt.xz.
+``heldout.json``, and ``pools.json`` with the size of each pool. DIR holds, in any folders, GSM8K's
+train.jsonl and test.jsonl, gsm_symbolic_40k.jsonl.xz, gsm8k_test_indices_overlapping.json and
+corpus.txt.xz. With ``--vocab-size`` the tokenizer is trained first, on the same texts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from specla.train.chat import (
     render,
 )  # fmt: skip
 from specla.train.packing import LIGHT_BIT, START_BIT
+from specla.train.tokenizer import sample, save_tokenizer, train_tokenizer
 
 PIECE = 1024
 Given = Annotated[Path, typer.Option()]
@@ -140,18 +142,27 @@ def held_out_sets(
 
 
 def main(data: Given, out: Given, tokenizer: Given, generated: int = 1_000_000, workers: int = 0,
-         files: int | None = None) -> None:  # fmt: skip
+         files: int | None = None, vocab_size: int = 0) -> None:  # fmt: skip
     """Writes all pools. ``--generated`` counts word problems, ``--files`` limits Python for
-    trials."""
+    trials; ``--tokenizer`` is tokenizer.json, trained here if ``--vocab-size`` says how large."""
     began = time.time()
     out.mkdir(parents=True, exist_ok=True)
+    symbolic = corpus.split_symbolic(corpus.read_problems(corpus.locate(data, corpus.SYMBOLIC)))
+    python = corpus.python_documents(corpus.locate(data, corpus.PYTHON), files)
+    rows = {
+        "symbolic": symbolic["train"],
+        "gsm8k": corpus.read_problems(corpus.locate(data, corpus.GSM8K_TRAIN)),
+    }
     context = multiprocessing.get_context("fork")
+    if vocab_size:
+        # In a process of its own: its threads must not be there when others are forked.
+        learned = (sample(rows["gsm8k"], rows["symbolic"], python["train"]), vocab_size)
+        process = context.Process(target=train_beside, args=(*learned, tokenizer.parent))
+        process.start()
+        process.join()
     with context.Pool(workers or os.cpu_count(), start_worker, (str(tokenizer),)) as pool:
         jobs: list[Job] = [(encode_generated, (i,), "") for i in range(0, generated, BATCH)]
         early = pool.map_async(run, jobs, chunksize=1)
-        symbolic = corpus.split_symbolic(corpus.read_problems(data / "gsm_symbolic_40k.jsonl.xz"))
-        python = corpus.python_documents(data / "corpus.txt.xz", files)
-        rows = {"symbolic": symbolic["train"], "gsm8k": corpus.read_problems(data / "train.jsonl")}
         jobs = [
             (encode_python, (part, i), "") for i, part in enumerate(batches(python["train"], 100))
         ]
@@ -162,6 +173,11 @@ def main(data: Given, out: Given, tokenizer: Given, generated: int = 1_000_000, 
         (out / "heldout.json").write_text(json.dumps(held))
         write_pools(out, early.get() + late.get())
     typer.echo(f"prepared in {time.time() - began:.0f} s")
+
+
+def train_beside(texts: list[str], vocab_size: int, folder: Path) -> None:
+    """The tokenizer, into a folder."""
+    save_tokenizer(train_tokenizer(texts, vocab_size), folder)
 
 
 def write_pools(out: Path, results: list[dict[str, np.ndarray]]) -> None:

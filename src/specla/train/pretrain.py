@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -161,8 +161,8 @@ class Trainer:
 class Log:
     """Loss per interval, printed and appended to log.csv."""
 
-    def __init__(self, path: Path, every: int) -> None:
-        self.path, self.every, self.count = path, every, 0
+    def __init__(self, path: Path, every: int, say: Callable[[str], None] = typer.echo) -> None:
+        self.path, self.every, self.say, self.count = path, every, say, 0
         self.sum: Tensor | float = 0.0
 
     def add(self, trainer: Trainer, loss: Tensor) -> bool:
@@ -176,7 +176,7 @@ class Log:
             round(trainer.seconds, 2),
             round(float(self.sum) / self.count, 4),
         ]
-        typer.echo(" ".join(map(str, row)))
+        self.say(" ".join(map(str, row)))
         fresh = not self.path.exists()
         with self.path.open("a", newline="") as file:
             csv.writer(file).writerows([("step", "tokens", "seconds", "loss")] * fresh + [row])

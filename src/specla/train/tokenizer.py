@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Byte-level BPE of the demo model: lossless on any Unicode text, digits split one by one."""
+"""Byte-level BPE of the trained models: lossless on any Unicode text, digits split one by one."""
 
 from __future__ import annotations
 
@@ -61,15 +61,27 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def main(data: Annotated[Path, typer.Option()], out: Annotated[Path, typer.Option()]) -> None:
+def main(
+    data: Annotated[Path, typer.Option()],
+    out: Annotated[Path, typer.Option()],
+    vocab_size: int = VOCAB_SIZE,
+) -> None:
     """Trains the tokenizer on GSM8K and gsm_symbolic training text and a slice of the corpus."""
     from specla.train import corpus
 
-    symbolic = corpus.split_symbolic(corpus.read_problems(data / "gsm_symbolic_40k.jsonl.xz"))
-    worked = corpus.read_problems(data / "train.jsonl") * 2 + symbolic["train"][::6]
-    sources = corpus.python_documents(data / "corpus.txt.xz")["train"]
-    texts = [p["question"] + "\n" + p["answer"] for p in worked] + sources[::12]
-    save_tokenizer(train_tokenizer(texts), out)
+    problems = corpus.read_problems(corpus.locate(data, corpus.SYMBOLIC))
+    symbolic = corpus.split_symbolic(problems)
+    train = corpus.read_problems(corpus.locate(data, corpus.GSM8K_TRAIN))
+    sources = corpus.python_documents(corpus.locate(data, corpus.PYTHON))["train"]
+    save_tokenizer(train_tokenizer(sample(train, symbolic["train"], sources), vocab_size), out)
+
+
+def sample(
+    gsm8k: list[dict[str, str]], symbolic: list[dict[str, str]], sources: list[str]
+) -> list[str]:
+    """What the entries are learned from."""
+    worked = gsm8k * 2 + symbolic[::6]
+    return [p["question"] + "\n" + p["answer"] for p in worked] + sources[::12]
 
 
 if __name__ == "__main__":

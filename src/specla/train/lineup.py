@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kind of drafter for one target, one after another, by the clock.
+
+Prompts are cut from the pools that the target was trained on, so that nothing held out is seen;
+the target answers them as it will later (greedily), for a share of the time; then each drafter
+has its own. Training counts steps and not seconds, so a run begins with a stretch that measures
+its speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specla.engine.engine import Engine
+from specla.errors import SpeclaError
+from specla.request import SamplingParams
+from specla.train.capture import Capture, Text
+from specla.train.chat import ASSISTANT_ID, DOCUMENT_END_ID
+from specla.train.kinds import kind_of
+from specla.train.packing import TOKEN_BITS, load_pools
+from specla.train.run import Prompt, texts_of
+from specla.train.session import CHECKPOINT, Session
+
+Tick = Callable[[str, int, int], None]
+Note = Callable[[str], None]
+
+ENDLESS = 1_000_000
+"""Steps of a run whose speed is not known yet."""
+SLICE = 512
+"""Prompts between two looks at the clock."""
+HOLD_OUT = 50
+"""Every so many answers one is kept for the figures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One drafter of the line-up.
+
+    kind, options, schedule: see `kinds.kind_of`. share: of the time for training. start: the
+    entry whose drafter it goes on from.
+    """
+
+    name: str
+    kind: str
+    share: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    start: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineUp:
+    """Entries in order, and how the target answers.
+
+    prompts: at most so many, by pool, in these proportions. answering: share of all the time.
+    probe: seconds of the stretch that measures a run's speed. keep_bytes: of features.
+    """
+
+    entries: tuple[Entry, ...]
+    prompts: int
+    pools: Mapping[str, float]
+    max_tokens: int = 256
+    answering: float = 0.25
+    probe: float = 15.0
+    keep_bytes: int = 24 << 30
+
+
+_LARGE = {"rows": 8, "length": 1024}
+_READING = {**_LARGE, "lr": 1e-4}
+GPU_LINE_UP = LineUp(
+    # Width 1,024 and 4 heads: a draft step reads 0.04 of what the target does.
+    entries=(
+        Entry(
+            name="eagle", kind="eagle", share=0.4, schedule={**_LARGE, "lr": 3e-4},
+            options={"hidden_size": 1024, "num_heads": 4, "intermediate_size": 2816},
+        ),
+        Entry(name="block", kind="block", share=0.24, schedule={**_LARGE, "lr": 6e-4}),
+        Entry(name="reader", kind="reader", share=0.12, schedule=_READING, start="block"),
+        Entry(
+            name="reader-joint", kind="reader", share=0.12, schedule=_READING, start="reader",
+            options={"joint": True},
+        ),
+        # What the reader's gain is measured against: the same extra training, no state.
+        Entry(name="block-more", kind="block", share=0.12, schedule=_READING, start="block"),
+    ),
+    prompts=12_000,
+    pools={"gsm8k": 0.4, "symbolic": 0.15, "generated": 0.15, "mined": 0.2, "functions": 0.1},
+)  # fmt: skip
+
+_SMALL = {"rows": 2, "length": 96}
+_EAGLE = {"hidden_size": 32, "num_heads": 2, "head_dim": 16, "intermediate_size": 48}
+_BLOCK = {"draft_layers": 1, "block_size": 4, "head_dim": 32, "anchors": 8}
+TOY_LINE_UP = LineUp(
+    entries=(
+        Entry(name="eagle", kind="eagle", share=0.4, schedule=_SMALL, options=_EAGLE),
+        Entry(name="block", kind="block", share=0.24, schedule=_SMALL, options=_BLOCK),
+        Entry(name="reader", kind="reader", share=0.12, schedule=_SMALL, start="block"),
+        Entry(
+            name="reader-joint", kind="reader", share=0.12, schedule=_SMALL, start="reader",
+            options={"joint": True},
+        ),
+        Entry(name="block-more", kind="block", share=0.12, schedule=_SMALL, start="block"),
+    ),
+    prompts=30,
+    pools={"gsm8k": 0.6, "functions": 0.4},
+    max_tokens=16,
+    answering=0.2,
+    probe=0.3,
+)  # fmt: skip
+"""Of `target.toy_scale`'s target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What one entry came to; missing: why there is none, or None."""
+
+    name: str
+    kind: str
+    steps: int = 0
+    seconds: float = 0.0
+    tau: float | None = None
+    checkpoint: str | None = None
+    missing: str | None = None
+
+
+def train_line_up(
+    engine: Engine,
+    tokenizer_hash: str,
+    work: Path,
+    deadline: float,
+    line_up: LineUp,
+    *,
+    tick: Tick | None = None,
+    note: Note,
+) -> list[Trained]:
+    """Train every entry to ``work/NAME/checkpoint``. An entry that cannot be trained does not
+    stop the others; what it says is in its `missing`.
+
+    Args:
+        engine: of the target, without a drafter, greedy.
+        work: has the target's ``pools``.
+        deadline: on the clock of time.monotonic, for everything.
+    """
+    began = time.monotonic()
+    until = began + line_up.answering * (deadline - began)
+    texts = answers_by_clock(engine, work, until, line_up, tick)
+    note(f"{len(texts)} answers, {sum(len(t.tokens) - t.num_prompt for t in texts)} tokens")
+    left, found = sum(e.share for e in line_up.entries), list[Trained]()
+    for entry in line_up.entries:
+        seconds = (deadline - time.monotonic()) * entry.share / left
+        left -= entry.share
+        note(f"{entry.name}: {seconds:.0f} s")
+        try:
+            one = _train(engine, tokenizer_hash, work, entry, line_up, texts, seconds, tick, note)
+        except (SpeclaError, RuntimeError) as error:
+            one = Trained(name=entry.name, kind=entry.kind, missing=str(error).split("\n")[0])
+        if one.missing is not None:
+            note(f"{entry.name} is missing: {one.missing}")
+        found.append(one)
+    return found
+
+
+def prompts_of(pools: Path, line_up: LineUp) -> list[Prompt]:
+    """Questions of the training documents, every one once, mixed; the same every time."""
+    names = [name for name in line_up.pools if (pools / f"{name}.npy").exists()]
+    total, found = sum(line_up.pools[name] for name in names), list[Prompt]()
+    for i, pool in enumerate(load_pools(pools, names)):
+        wanted = round(line_up.prompts * line_up.pools[pool.name] / total)
+        chosen = dict[tuple[int, ...], None]()
+        for number in np.random.default_rng((0, i)).permutation(pool.documents):
+            if len(chosen) == wanted:
+                break
+            words = pool.tokens[pool.starts[number] : pool.starts[number + 1]] & TOKEN_BITS
+            if (asked := _question(words)) is not None:
+                chosen[asked] = None
+        found += [Prompt(tokens=tokens, known=None) for tokens in chosen]
+    return [found[i] for i in np.random.default_rng(1).permutation(len(found))]
+
+
+def _question(words: np.ndarray) -> tuple[int, ...] | None:
+    """A document up to where the assistant begins; None where it is no conversation."""
+    begins = np.flatnonzero(words == ASSISTANT_ID)
+    if not len(begins):
+        return None
+    first = 1 if words[0] == DOCUMENT_END_ID else 0
+    return tuple(words[first : begins[0] + 1].tolist())
+
+
+def answers_by_clock(
+    engine: Engine, work: Path, until: float, line_up: LineUp, tick: Tick | None
+) -> list[Text]:
+    """As many answers as the time allows, a slice of prompts at least; kept in answers.jsonl."""
+    asked = prompts_of(work / "pools", line_up)
+    params = SamplingParams(temperature=0.0, max_tokens=line_up.max_tokens)
+    capture = Capture(engine.model, (0,))
+    path, count, texts = work / "answers.jsonl", 0, list[Text]()
+    while count < len(asked) and (count == 0 or time.monotonic() < until):
+        count = min(count + SLICE, len(asked))
+        texts = texts_of(engine, capture, asked[:count], params, path)
+        if tick is not None:
+            tick("answers", count, len(asked))
+    return texts
+
+
+def _train(
+    engine: Engine,
+    tokenizer_hash: str,
+    work: Path,
+    entry: Entry,
+    line_up: LineUp,
+    texts: Sequence[Text],
+    seconds: float,
+    tick: Tick | None,
+    note: Note,
+) -> Trained:
+    began, model, folder = time.monotonic(), engine.model, work / entry.name
+    folder.mkdir(parents=True, exist_ok=True)
+    own = dict(entry.options)
+    if entry.start is not None:
+        own["start"] = work / entry.start / CHECKPOINT
+        if not (own["start"] / "config.json").is_file():
+            raise SpeclaError(f"{entry.start}, which it starts from, is missing")
+    held, rest = texts[::HOLD_OUT], [t for i, t in enumerate(texts) if i % HOLD_OUT]
+    compute = torch.float32 if model.device.type == "cpu" else torch.bfloat16
+
+    def session(steps: int) -> Session[Any]:
+        kind = kind_of(entry.kind, model, tokenizer_hash, {**entry.schedule, "steps": steps}, own)
+        capture = Capture(model, kind.feature_layers, keep_bytes=line_up.keep_bytes)
+        return kind.run(folder, capture, rest, held, compute)
+
+    def left() -> float:
+        return began + seconds - time.monotonic()
+
+    first = session(ENDLESS)
+    start, before = time.monotonic(), first.step
+    first(every=ENDLESS, minutes=min(line_up.probe, left() / 3) / 60, tick=None, note=note)
+    rate = max(first.step - before, 1) / (time.monotonic() - start)
+    total = first.step + max(int(0.9 * rate * left()), 1)
+    del first
+    run = session(total)
+    figures = run(every=max(total // 6, 1), minutes=left() / 60, tick=tick, note=note)
+    return Trained(
+        name=entry.name,
+        kind=entry.kind,
+        steps=run.step,
+        seconds=time.monotonic() - began,
+        tau=figures.tau,
+        checkpoint=str(folder / CHECKPOINT),
+    )
+
+
+def record(found: Sequence[Trained]) -> list[dict[str, Any]]:
+    """As JSON objects."""
+    return [asdict(one) for one in found]
