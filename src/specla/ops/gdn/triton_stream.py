@@ -168,9 +168,30 @@ def _log_entry(j, ring_len, log_len, path_ptr, first_in_bank):
 
 
 @gluon.jit
-def _partial(S, x):
-    """S [TILE, DEEP, LANES, 4] times x, summed in registers: [TILE, LANES]."""
-    return _sum(_sum(S * x, axis=1), axis=2)
+def _runs(x):
+    """[TILE, DEEP, LANES, 4] -> DEEP (2 or 4) tensors without that axis."""
+    TILE: gl.constexpr = x.shape[0]
+    LANES: gl.constexpr = x.shape[2]
+    if x.shape[1] == 2:
+        runs = x.permute([0, 2, 3, 1]).split()
+    else:
+        even, odd = x.reshape([TILE, 2, 2, LANES, 4]).permute([0, 3, 4, 1, 2]).split()
+        first, third = even.split()
+        second, fourth = odd.split()
+        runs = (first, second, third, fourth)
+    return runs
+
+
+@gluon.jit
+def _partial(S, x, layout: gl.constexpr):
+    """S [TILE, DEEP, LANES, 4] times x, summed in registers: [TILE, LANES] in `layout`. The order
+    is what the compiler makes of `ops.gdn.triton._dot`; left to it, it is not always the same."""
+    x, _ = gl.broadcast(x, S)
+    S, x = _runs(S), _runs(x)
+    total = gl.fma(S[0], x[0], S[1] * x[1])
+    for i in gl.static_range(2, len(S)):
+        total = gl.fma(S[i], x[i], total)
+    return gl.convert_layout(_sum(total, axis=2), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -390,7 +411,7 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
         else:
             beta = _scalar(betas.index(node), num_warps)
             v = vs.index(node).load(rows_u).to(gl.float32)
-            u = beta * (v - _across(_partial(S, k), TRADES_U, HIGH, num_warps))
+            u = beta * (v - _across(_partial(S, k, sums), TRADES_U, HIGH, num_warps))
             gl.store(u_at + node * (G * V), u)
             u = _back(u, rows, LANES, TRADES_U, HIGH, num_warps)
             S = _update(S, u, k)
@@ -399,7 +420,7 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
                 spread = spread.expand_dims(1).expand_dims(1)
                 us = gl.where(slot_of * LANES + lane_of == node, spread, us)
             q = qs.index(node).load(along_k)[None, :, :, :]
-            o = _across(_partial(S, q), TRADES, HIGH, num_warps)
+            o = _across(_partial(S, q, sums), TRADES, HIGH, num_warps)
             gl.store(o_at + node * (G * V), o)
         if BRANCHING and (word & _SAVE) != 0:
             _stay()
