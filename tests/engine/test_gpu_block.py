@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block drafter with a state reader on a GPU: it changes no token, and what it reads is what is
+committed. GDN-1.3B's shape in four layers, random weights.
+
+    pytest -m gpu tests/engine/test_gpu_block.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_toy import DFLASH, block_config, random_tensors, reader_config, write_block
+
+from specla.bench.random_model import RandomGDN, gdn_1_3b
+from specla.drafters.base import Drafter
+from specla.drafters.block import BlockDrafter
+from specla.drafters.none import NoDrafter
+from specla.drafters.reader import Reader, reader_tensors
+from specla.engine.engine import Engine
+from specla.ops.contract import Factors
+from specla.request import Request, SamplingParams
+from specla.state import State
+
+pytestmark = pytest.mark.gpu
+ROWS, TOKENS = 4, 48
+KINDS: dict[str, dict[str, Any]] = {
+    "dspark": {},
+    "dflash": dict(DFLASH),
+    "windows": {"windows": (16, None)},
+}
+
+
+@cache
+def target() -> RandomGDN:
+    return gdn_1_3b(layers=4)
+
+
+def decode(
+    drafter: Drafter, max_nodes: int, on_step: Callable[[Engine], None] = lambda engine: None
+) -> dict[str, tuple[int, ...]]:
+    model = target()
+    state = State(
+        model.info.recurrent,
+        num_slots=ROWS,
+        max_nodes=max_nodes,
+        log_capacity=16,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    engine = Engine(model, state, drafter, mode="exact", prefill_chunk=256, budget="off")
+    for row in range(ROWS):
+        params = SamplingParams(temperature=0.8 * (row % 2), max_tokens=TOKENS, ignore_eos=True)
+        tokens = tuple((37 * row + 11 * i) % 31000 + 5 for i in range(3 + 40 * row))
+        engine.add(
+            Request(
+                request_id=str(row),
+                prompt=None,
+                prompt_token_ids=tokens,
+                params=params,
+                seed=row,
+            )
+        )
+    done: dict[str, tuple[int, ...]] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.completion is not None:
+                done[delta.request_id] = delta.completion.token_ids
+        on_step(engine)
+    return done
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_changes_no_token(kind: str, tmp_path: Path) -> None:
+    sizes = {"head_dim": 64, "intermediate_size": 512, "target_layer_ids": (0, 2)}
+    config = block_config(target().info, **{**sizes, **KINDS[kind]})
+    write_block(tmp_path, config, reader_config(target().info, state_layers=(1, 3), rank=8))
+    drafter = BlockDrafter(path=str(tmp_path), tau=50.0)
+    assert drafter.info.name == "block+reader"
+    assert decode(drafter, 8) == decode(NoDrafter(), 1)
+
+
+def test_it_reads_what_is_committed() -> None:
+    """Base and log against the state that the fold kernel makes of them."""
+    config = reader_config(target().info, state_layers=(1, 3), rank=8)
+    tensors = random_tensors(reader_tensors(config), 3)
+    reader = Reader(config, {name: x.to(target().device) for name, x in tensors.items()})
+    lengths = set[int]()
+
+    def compare(engine: Engine) -> None:
+        state = engine.state
+        for slot in [row.slot for row in engine.scheduler.running.values()]:
+            found, folded = reader.read(state.committed, [slot]), state.committed_state(slot)
+            for i, layer in enumerate(config.state_layers):
+                none = Factors(*(x[:0] for x in state.committed(layer, slot)[1]))
+                R, scale = reader.project(i, folded[layer][0], none)
+                torch.testing.assert_close(found.R[0, i], R, rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(found.scale[0, i], scale, rtol=1e-3, atol=1e-3)
+            lengths.add(state.logs[slot].log_len)
+
+    class OnTheHost(NoDrafter):
+        launch = None  # type: ignore[assignment]
+
+    decode(OnTheHost(), 1, compare)
+    assert len(lengths) > 8
