@@ -11,6 +11,7 @@ from specla import __version__
 from specla.cli.bench import generate as bench_generate
 from specla.cli.bench_accept import accept as bench_accept
 from specla.cli.bench_exactness import exactness as bench_exactness
+from specla.cli.bench_headline import headline as bench_headline
 from specla.cli.bench_kernels import kernels as bench_kernels
 from specla.cli.bench_round import rounds as bench_round
 from specla.cli.chat import chat
@@ -57,6 +58,7 @@ bench.command("exactness", epilog=EXIT_CODES)(bench_exactness)
 bench.command("accept", epilog=EXIT_CODES)(bench_accept)
 bench.command("kernels", epilog=EXIT_CODES)(bench_kernels)
 bench.command("round", epilog=EXIT_CODES)(bench_round)
+bench.command("headline", epilog=EXIT_CODES)(bench_headline)
 app.add_typer(bench, name="bench")
 
 

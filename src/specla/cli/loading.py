@@ -37,6 +37,7 @@ def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
         kernel=options.kernel,
         costs=options.costs,
         budget=options.budget,
+        drafter_options=options.drafter_options,
         progress=_named(progress, "loading"),
         capture_progress=_named(progress, "capturing graphs"),
     )

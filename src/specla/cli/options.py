@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -127,3 +128,4 @@ class EngineOptions:
     kernel: str = "auto"
     costs: str = "auto"
     budget: str = "auto"
+    drafter_options: Mapping[str, object] | None = None

@@ -166,11 +166,11 @@ def run_by_clock(trainer: Trainer, seconds: float, log: Log, tick: Tick | None =
 
 @torch.no_grad()
 def held_out_losses(model: GDNLanguageModel, pools: Path, recipe: Recipe) -> dict[str, float]:
-    """Mean loss of a batch of each held-out set, nats per token."""
+    """Mean loss of a batch of each held-out set that has problems, nats per token."""
     sets = json.loads((pools / "heldout.json").read_text())
     prepare.start_worker(str(pools / "tokenizer.json"))
     found = {}
-    for name in HELD_OUT:
+    for name in filter(sets.get, HELD_OUT):
         pool = Pool(name, prepare.encode_problems(sets[name], 0)[""])
         device = str(model.head.device)
         sampler = Sampler([pool], [1.0], recipe.rows, recipe.length, 0, device)

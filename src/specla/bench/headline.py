@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The headline: plain decoding against every way of drafting, end to end, on held-out prompts.
+
+All methods answer a prompt before the next one comes, suites in turn, until the prompts or the
+seconds are used up: where time is short, every method has answered the same, fewer, prompts.
+Ratios are of decode speeds, both over the same prompts, against exact AR in the same run; their
+intervals are bootstrapped over prompts. Looping text is easy to draft and is counted, as are
+answers that did not end by themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+
+from specla.bench.accept import has_loop
+from specla.bench.measure import Method, Prompt, Sample
+from specla.errors import SpeclaError
+from specla.request import Completion, SamplingParams
+
+AR, CHAIN, TREE, PRUNED = "AR", "chain", "tree", "tree + pruning"
+BUDGET, BLOCK_MORE, READER = "tree, budget", "block, trained on", "block + reader"
+GSM8K, HUMANEVAL, MIXED = "gsm8k", "humaneval", "mixed"
+SUITES = (GSM8K, HUMANEVAL, MIXED)
+RESAMPLES = 2000
+INTERVAL = (2.5, 97.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """A ratio with its 95 % interval and 80 % interval over prompts."""
+
+    value: float
+    low: float
+    high: float
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One method on one suite. speed: tokens/s; tau: tokens per round; round_over_ar: seconds per
+    round over those of AR. looping, unended: answers with a stretch that repeats, and answers cut
+    by the limit. same: token for token as AR."""
+
+    suite: str
+    method: str
+    prompts: int
+    failed: int
+    tokens: int
+    speed: float
+    tau: float
+    ratio: Ratio
+    round_over_ar: float
+    looping: int
+    unended: int
+    same: int
+
+
+def in_turn(suites: Mapping[str, Sequence[Prompt]]) -> list[Prompt]:
+    """The first of every suite, then the second, and so on. A prompt's kind is its suite."""
+    rows = zip_longest(*suites.values())
+    return [prompt for row in rows for prompt in row if prompt is not None]
+
+
+def take_turns(
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    deadline: float,
+    tick: Callable[[int, int], None] | None = None,
+) -> list[Sample]:
+    """Samples of every method on as many prompts as fit before the deadline (of
+    time.monotonic), one at least."""
+    for method in methods:
+        _sample(method, prompts[0], params)
+    samples: list[Sample] = []
+    for done, prompt in enumerate(prompts):
+        if done and time.monotonic() > deadline:
+            break
+        samples += [_sample(method, prompt, params) for method in methods]
+        if tick is not None:
+            tick(done + 1, len(prompts))
+    return samples
+
+
+def _sample(method: Method, prompt: Prompt, params: SamplingParams) -> Sample:
+    try:
+        done = method.run(prompt.text, params)
+    except SpeclaError as error:
+        return Sample(
+            method=method.name, prompt=prompt, completion=None, decode_s=0.0, error=str(error)
+        )
+    return Sample(
+        method=method.name, prompt=prompt, completion=done, decode_s=done.timing.decode_s
+    )
+
+
+def scores(samples: Sequence[Sample]) -> list[Score]:
+    """One per suite and method, in the order they first appear."""
+    suites = dict.fromkeys(s.prompt.kind for s in samples)
+    methods = dict.fromkeys(s.method for s in samples)
+    found = {
+        (m, s): [one for one in samples if one.method == m and one.prompt.kind == s]
+        for s in suites
+        for m in methods
+    }
+    return [_score(s, m, found[m, s], found[AR, s]) for s in suites for m in methods]
+
+
+def _score(suite: str, method: str, mine: Sequence[Sample], plain: Sequence[Sample]) -> Score:
+    pairs = _pairs(mine, plain)
+    done = [one for one, _ in pairs]
+    own, base = _work([one for one, _ in pairs]), _work([one for _, one in pairs])
+    rounds = sum(c.speculation.rounds for c, _ in done)
+    per_round = own[:, 1].sum() / max(rounds, 1)
+    return Score(
+        suite=suite,
+        method=method,
+        prompts=len(mine),
+        failed=len(mine) - len(pairs),
+        tokens=int(own[:, 0].sum()),
+        speed=_speed(own),
+        tau=own[:, 0].sum() / max(rounds, 1),
+        ratio=bootstrap(lambda at: _speed(own[at]) / _speed(base[at]), len(pairs)),
+        round_over_ar=float(per_round * _speed(base)),
+        looping=sum(has_loop(c.token_ids) for c, _ in done),
+        unended=sum(c.finish_reason == "length" for c, _ in done),
+        same=sum(a[0].token_ids == b[0].token_ids for a, b in pairs),
+    )
+
+
+Done = tuple[Completion, float]
+"""A completion and its decode seconds."""
+
+
+def _pairs(mine: Sequence[Sample], plain: Sequence[Sample]) -> list[tuple[Done, Done]]:
+    """Prompts that both have answered."""
+    return [
+        ((a.completion, a.decode_s), (b.completion, b.decode_s))
+        for a, b in zip(mine, plain, strict=True)
+        if a.completion is not None and b.completion is not None
+    ]
+
+
+def _work(done: Sequence[Done]) -> np.ndarray:
+    """[n, 2] tokens and seconds."""
+    return np.array([(len(c.token_ids), s) for c, s in done], dtype=float).reshape(-1, 2)
+
+
+def _speed(work: np.ndarray) -> float:
+    tokens, seconds = work.sum(0)
+    return float(tokens / seconds) if seconds > 0 else 0.0
+
+
+def bootstrap(ratio: Callable[[np.ndarray], float], count: int, seed: int = 0) -> Ratio:
+    """A ratio over `count` prompts and its spread over resampled ones: `ratio` gets their
+    numbers."""
+    if count == 0:
+        return Ratio(value=0.0, low=0.0, high=0.0, p10=0.0, p90=0.0)
+    rng = np.random.default_rng(seed)
+    again = [ratio(rng.integers(0, count, count)) for _ in range(RESAMPLES)]
+    low, p10, p90, high = np.percentile(again, [INTERVAL[0], 10, 90, INTERVAL[1]])
+    value = ratio(np.arange(count))
+    return Ratio(value=value, low=float(low), high=float(high), p10=float(p10), p90=float(p90))
+
+
+def tau_ratio(samples: Sequence[Sample], suite: str, method: str, base: str) -> Ratio | None:
+    """Tokens per round of one method over another's, over prompts that both have answered."""
+    mine, other = ([s for s in samples if s.method == m and s.prompt.kind == suite]
+                   for m in (method, base))  # fmt: skip
+    if not mine or not other:
+        return None
+    pairs = _pairs(mine, other)
+    counts = np.array(
+        [[len(c.token_ids), c.speculation.rounds] for pair in pairs for c, _ in pair], dtype=float
+    ).reshape(-1, 2, 2)
+
+    def ratio(at: np.ndarray) -> float:
+        tokens, rounds = counts[at].sum(0).T
+        taus = tokens / np.maximum(rounds, 1)
+        return float(taus[0] / taus[1])
+
+    return bootstrap(ratio, len(pairs)) if pairs else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A suite answered in one batch: AR's and the method's seconds, prefill included, and how many
+    answers are AR's."""
+
+    suite: str
+    size: int
+    method: str
+    tokens: int
+    seconds: float
+    plain_seconds: float
+    same: int
+
+    @property
+    def ratio(self) -> float:
+        """Speed over AR's."""
+        return self.plain_seconds / self.seconds
+
+
+def in_batch(
+    suite: str,
+    method: str,
+    prompts: Sequence[str],
+    plain: Callable[[Sequence[str]], Sequence[Completion]],
+    run: Callable[[Sequence[str]], Sequence[Completion]],
+) -> Batch:
+    """All prompts at once, AR and the method, after a first go of both that is not timed."""
+    plain(prompts), run(prompts)
+    want, plain_seconds = _timed(plain, prompts)
+    got, seconds = _timed(run, prompts)
+    return Batch(
+        suite=suite,
+        size=len(prompts),
+        method=method,
+        tokens=sum(len(c.token_ids) for c in got),
+        seconds=seconds,
+        plain_seconds=plain_seconds,
+        same=sum(a.token_ids == b.token_ids for a, b in zip(want, got, strict=True)),
+    )
+
+
+def _timed(
+    run: Callable[[Sequence[str]], Sequence[Completion]], prompts: Sequence[str]
+) -> tuple[Sequence[Completion], float]:
+    began = time.perf_counter()
+    done = run(prompts)
+    return done, time.perf_counter() - began

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The headline's figures under the names of results.csv, its table, and its page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from specla.bench.headline import (
+    AR,
+    BLOCK_MORE,
+    BUDGET,
+    CHAIN,
+    GSM8K,
+    PRUNED,
+    READER,
+    SUITES,
+    TREE,
+    Batch,
+    Ratio,
+    Score,
+    tau_ratio,
+)
+from specla.bench.kernel_metrics import Metric
+from specla.bench.kernel_report import written
+from specla.bench.measure import Sample
+
+PLAIN = "own AR, graphed on a GPU, exact, same run"
+HEADERS = ("suite", "method", "prompts", "tok/s", "x AR", "95 %", "tau", "round / AR", "same",
+           "loops", "cut")  # fmt: skip
+NOTE = (
+    "tau: tokens per round, the bonus counted. round / AR: seconds per round over AR's. loops: "
+    "answers with a stretch that repeats; cut: answers that the limit ended."
+)
+
+
+def metrics(
+    scores: Sequence[Score],
+    batches: Sequence[Batch],
+    samples: Sequence[Sample],
+    missing: Mapping[str, str],
+) -> list[Metric]:
+    """Those of the issue first, each of them measured or missing with its reason, then all
+    methods on all suites."""
+    named = {(score.suite, score.method): score for score in scores}
+    found = [_end_to_end(named.get((s, PRUNED)), s, missing) for s in SUITES]
+    found.append(_round(named.get((GSM8K, PRUNED)), missing))
+    tree = tau_ratio(samples, GSM8K, TREE, CHAIN)
+    found.append(
+        _gain("tau_tree_over_chain_gsm8k", tree, (TREE, CHAIN), "the chain, same depth", missing)
+    )
+    gain = tau_ratio(samples, GSM8K, READER, BLOCK_MORE)
+    found.append(
+        _gain("reader_tau_gain", gain, (READER, BLOCK_MORE), "block drafter, same extra training, "
+              "no state", missing)
+    )  # fmt: skip
+    found += [_in_batch(batches, missing), _worst(named, batches, missing)]
+    return found + [metric for score in scores for metric in _details(score)]
+
+
+def _end_to_end(score: Score | None, suite: str, missing: Mapping[str, str]) -> Metric:
+    name = f"e2e_{suite}_b1"
+    if score is None:
+        return _missing(name, (PRUNED,), missing)
+    return _ratio(name, score.ratio, PLAIN, counts(score))
+
+
+def _round(score: Score | None, missing: Mapping[str, str]) -> Metric:
+    if score is None:
+        return _missing("round_over_ar", (PRUNED,), missing)
+    return Metric(
+        name="round_over_ar", value=score.round_over_ar, baseline=PLAIN,
+        notes=f"{PRUNED}, {GSM8K}; tau {score.tau:.3f}; {counts(score)}",
+    )  # fmt: skip
+
+
+def _gain(
+    name: str, ratio: Ratio | None, needs: Sequence[str], base: str, missing: Mapping[str, str]
+) -> Metric:
+    if ratio is None:
+        return _missing(name, needs, missing)
+    return _ratio(name, ratio, base, "tokens per round, GSM8K")
+
+
+def _in_batch(batches: Sequence[Batch], missing: Mapping[str, str]) -> Metric:
+    if not batches:
+        return _missing("e2e_gsm8k_b64", (f"{BUDGET}, batch",), missing)
+    one = batches[0]
+    notes = f"batch {one.size}, prefill included; same {one.same}; {one.tokens} tokens"
+    return Metric(name=f"e2e_gsm8k_b{one.size}", value=one.ratio, baseline=PLAIN, notes=notes)
+
+
+def _worst(
+    named: Mapping[tuple[str, str], Score], batches: Sequence[Batch], missing: Mapping[str, str]
+) -> Metric:
+    """The least ratio with the budget on; only where all suites were measured with it."""
+    singles = [named[s, BUDGET] for s in SUITES if (s, BUDGET) in named]
+    if len(singles) < len(SUITES) or not batches:
+        return _missing("e2e_worst_case", (BUDGET, f"{BUDGET}, batch"), missing)
+    ratios = {f"{s.suite}, batch 1": s.ratio.value for s in singles}
+    ratios |= {f"{b.suite}, batch {b.size}": b.ratio for b in batches}
+    worst = min(ratios, key=ratios.__getitem__)
+    return Metric(name="e2e_worst_case", value=ratios[worst], baseline=PLAIN, notes=worst)
+
+
+def _ratio(name: str, ratio: Ratio, baseline: str, notes: str) -> Metric:
+    return Metric(
+        name=name, value=ratio.value, p10=ratio.p10, p90=ratio.p90, baseline=baseline,
+        notes=f"95 % {ratio.low:.3f} to {ratio.high:.3f}; {notes}",
+    )  # fmt: skip
+
+
+def _missing(name: str, needs: Sequence[str], missing: Mapping[str, str]) -> Metric:
+    reasons = [f"{one}: {missing[one]}" for one in needs if one in missing]
+    return Metric(name=name, value=None, notes="; ".join(reasons) or "not measured in this run")
+
+
+def _details(score: Score) -> Iterable[Metric]:
+    name, notes = f"headline/{score.suite}/{score.method}", counts(score)
+    yield Metric(name=f"{name}/decode", value=score.speed, unit="tokens/s", notes=notes)
+    if score.method != AR:
+        yield _ratio(f"{name}/ratio", score.ratio, PLAIN, notes)
+        yield Metric(name=f"{name}/tau", value=score.tau, unit="tokens/round", notes=notes,
+                     baseline="plain AR, 1 token/round")  # fmt: skip
+
+
+def counts(score: Score) -> str:
+    """What a reader needs to judge a figure."""
+    return (
+        f"{score.prompts} prompts; same as AR {score.same}; looping {score.looping}; cut "
+        f"{score.unended}; failed {score.failed}"
+    )
+
+
+def read(measured: Mapping[str, Any]) -> tuple[list[Score], list[Metric]]:
+    """Scores and figures from their JSON objects."""
+    scores = [Score(**{**one, "ratio": Ratio(**one["ratio"])}) for one in measured["scores"]]
+    return scores, [Metric(**one) for one in measured["metrics"]]
+
+
+def csv_rows(found: Sequence[Metric], head: Mapping[str, str]) -> list[dict[str, object]]:
+    """results.csv rows of what was measured. head: date, commit, device, torch, triton,
+    command."""
+    return [
+        {
+            **head,
+            "metric": one.name,
+            "value": f"{one.value:.4f}",
+            "unit": one.unit,
+            "p10": "" if one.p10 is None else f"{one.p10:.4f}",
+            "p90": "" if one.p90 is None else f"{one.p90:.4f}",
+            "baseline": one.baseline,
+            "notes": one.notes,
+        }
+        for one in found
+        if one.value is not None
+    ]
+
+
+def cells(score: Score) -> list[str]:
+    """One row of the table."""
+    return [
+        score.suite,
+        score.method,
+        f"{score.prompts}" + (f" ({score.failed} failed)" if score.failed else ""),
+        f"{score.speed:.1f}",
+        f"{score.ratio.value:.2f}",
+        f"{score.ratio.low:.2f}-{score.ratio.high:.2f}",
+        f"{score.tau:.2f}",
+        f"{score.round_over_ar:.2f}",
+        f"{score.same}",
+        f"{score.looping}",
+        f"{score.unended}",
+    ]
+
+
+def render(scores: Sequence[Score], title: str) -> Table:
+    """The table, for a terminal."""
+    table = Table(title=title, title_justify="left", pad_edge=False, caption=NOTE)
+    for name in HEADERS:
+        table.add_column(name, no_wrap=True, justify="left" if name in HEADERS[:2] else "right")
+    for score in scores:
+        table.add_row(*cells(score))
+    return table
+
+
+def page(
+    scores: Sequence[Score],
+    found: Sequence[Metric],
+    missing: Mapping[str, str],
+    run: Mapping[str, Any],
+) -> str:
+    """results/headline/README.md. run: what is said about target, drafters and machine."""
+    named = [one for one in found if not one.name.startswith("headline/")]
+    parts = ["# The headline", "Written by `specla bench headline --record`.", "## Figures"]
+    parts.append(
+        _table(("metric", "value", "95 % and counts, or why it is missing"),
+               [(f"`{m.name}`", written(m), m.notes) for m in named])
+    )  # fmt: skip
+    parts += ["## All methods", _table(HEADERS, [cells(score) for score in scores]), NOTE]
+    if missing:
+        parts += ["## Missing", _table(("what", "why"), sorted(missing.items()))]
+    parts += ["## What ran", _table(("what", "value"), [(k, str(v)) for k, v in run.items()])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(c.replace("|", "/") for c in line) + " |" for line in lines)
+
+
+def text_record(one: Sample) -> dict[str, object]:
+    """An answer, to look at."""
+    done = one.completion
+    return {
+        "suite": one.prompt.kind,
+        "method": one.method,
+        "prompt": one.prompt.text,
+        "text": None if done is None else done.text,
+        "tokens": 0 if done is None else len(done.token_ids),
+        "rounds": 0 if done is None else done.speculation.rounds,
+        "finish_reason": None if done is None else done.finish_reason,
+        "error": one.error,
+    }

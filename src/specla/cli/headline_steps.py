@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three steps of `specla bench headline`, and the file that remembers which are done."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specla.cli.console import Tick, note
+from specla.cli.loading import checked, load, prompt_format, runner, user_turn
+from specla.cli.options import EngineOptions
+from specla.cli.records import dumps
+from specla.errors import ConfigError, SpeclaError
+from specla.request import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from specla.bench.headline import Batch
+    from specla.bench.measure import Method, Prompt, Sample
+    from specla.llm import LLM
+
+TARGET, DRAFTERS, MEASURE = STEPS = ("target", "drafters", "measure")
+SIZES = ("gdn-1.3b", "toy")
+MAX_NODES, MAX_DEPTH = 16, 6
+NO_PRUNING = 1e9
+# Of the time for measuring, what one prompt after another may take; the batch has the rest.
+SINGLE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What was asked for. minutes: of each step. prompts: per suite; None: every one."""
+
+    data: Path
+    work: Path
+    size: str
+    minutes: Mapping[str, float]
+    prompts: int | None
+    batch: int
+    max_tokens: int
+    device: str
+
+    @property
+    def checkpoint(self) -> Path:
+        """The target."""
+        return self.work / "target"
+
+
+class Progress:
+    """headline.json: the size that a folder is for, and what each finished step came to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._path = plan.work / "headline.json"
+        plan.work.mkdir(parents=True, exist_ok=True)
+        self.steps: dict[str, dict[str, Any]] = {}
+        if self._path.exists():
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            if found["size"] != plan.size:
+                raise ConfigError(
+                    f"--work must be a folder of one size, but {plan.work} is for "
+                    f"{found['size']}, now {plan.size}; use another folder"
+                )
+            self.steps = found["steps"]
+        self._size = plan.size
+
+    def finish(self, step: str, result: dict[str, Any]) -> None:
+        """Remember it; steps after it are no longer done."""
+        kept = STEPS[: STEPS.index(step)]
+        self.steps = {name: self.steps[name] for name in kept if name in self.steps}
+        self.steps[step] = result
+        part = self._path.with_suffix(".tmp")
+        part.write_text(dumps({"size": self._size, "steps": self.steps}), encoding="utf-8")
+        part.rename(self._path)
+
+    def need(self, step: str) -> dict[str, Any]:
+        """What an earlier step came to.
+
+        Raises:
+            ConfigError: it is not done.
+        """
+        if step not in self.steps:
+            raise ConfigError(f"--steps must begin with {step}, which is not done yet")
+        return self.steps[step]
+
+
+def run_steps(plan: Plan, wanted: Sequence[str], tick: Tick | None) -> Progress:
+    """The wanted steps that are not done, in order."""
+    progress = Progress(plan)
+    for step in STEPS:
+        if step not in wanted:
+            continue
+        if step in progress.steps:
+            note(f"{step}: done before; another --work starts anew")
+            continue
+        for earlier in STEPS[: STEPS.index(step)]:
+            progress.need(earlier)
+        began = time.monotonic()
+        note(f"{step}: at most {plan.minutes[step]:g} minutes")
+        result = _RUN[step](plan, progress, began + 60 * plan.minutes[step], tick)
+        progress.finish(step, result | {"wall_s": round(time.monotonic() - began, 1)})
+        _free()
+    return progress
+
+
+def _target(plan: Plan, progress: Progress, deadline: float, tick: Tick | None) -> dict[str, Any]:
+    from specla.train import target
+
+    scale = target.Scale() if plan.size == "gdn-1.3b" else target.toy_scale()
+    outcome = target.train_target(
+        plan.data, plan.work, deadline, scale, plan.device, tick=tick, note=note
+    )
+    return asdict(outcome)
+
+
+def _drafters(
+    plan: Plan, progress: Progress, deadline: float, tick: Tick | None
+) -> dict[str, Any]:
+    from specla.train import lineup
+
+    line_up = lineup.GPU_LINE_UP if plan.size == "gdn-1.3b" else lineup.TOY_LINE_UP
+    llm = load(_engine(plan, "none", slots=64 if plan.size == "gdn-1.3b" else 8), tick)
+    found = lineup.train_line_up(
+        llm.engine, llm.tokenizer.digest, plan.work, deadline, line_up, tick=tick, note=note
+    )
+    return {"entries": lineup.record(found)}
+
+
+def _engine(plan: Plan, drafter: str, *, slots: int = 1, budget: str = "off") -> EngineOptions:
+    return EngineOptions(
+        model=str(plan.checkpoint), drafter=drafter, max_nodes=MAX_NODES, max_slots=slots,
+        device=plan.device, budget=budget,
+    )  # fmt: skip
+
+
+def _free() -> None:
+    """Graphs, states and weights of what has gone out of scope."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way to decode. trained: the entry of the line-up that it needs."""
+
+    name: str
+    drafter: str
+    trained: str | None = None
+    options: Mapping[str, object] | None = None
+    budget: str = "off"
+
+
+def contenders() -> list[Contender]:
+    """All of them, AR first."""
+    from specla.bench import headline as h
+
+    depth = {"max_depth": MAX_DEPTH}
+    whole = {**depth, "tau": NO_PRUNING}
+    return [
+        Contender(name=h.AR, drafter="none"),
+        Contender(name="ngram", drafter="ngram"),
+        Contender(name=h.CHAIN, drafter="eagle", trained="eagle", options={**whole, "top_k": 1}),
+        Contender(name=h.TREE, drafter="eagle", trained="eagle", options=whole),
+        Contender(name=h.PRUNED, drafter="eagle", trained="eagle", options=depth),
+        Contender(name=h.BUDGET, drafter="eagle", trained="eagle", options=depth, budget="auto"),
+        Contender(name="block", drafter="block", trained="block"),
+        Contender(name=h.BLOCK_MORE, drafter="block", trained="block-more"),
+        Contender(name=h.READER, drafter="block", trained="reader-joint"),
+    ]
+
+
+def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None) -> dict[str, Any]:
+    from specla.bench import headline as bench
+    from specla.bench import headline_page as page
+    from specla.cli.headline_suites import suites
+    from specla.cli.records import run_record
+
+    began = time.monotonic()
+    wanted = suites(plan.data, plan.prompts)
+    entries = {one["name"]: one for one in progress.need(DRAFTERS)["entries"]}
+    missing: dict[str, str] = dict(_NOT_HERE)
+    params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens)
+    methods, run = _methods(plan, entries, missing, tick)
+    until = deadline if plan.prompts is None else began + SINGLE * (deadline - began)
+    count = (lambda done, total: tick("measuring", done, total)) if tick else None
+    samples = bench.take_turns(methods, bench.in_turn(wanted), params, until, count)
+    record = run_record(run, str(plan.size))
+    del methods, run
+    _free()
+    batches = _batches(plan, entries, wanted, params, deadline, missing, tick)
+    scores = bench.scores(samples)
+    _keep_texts(plan.work / "texts.jsonl", samples)
+    figures = page.metrics(scores, batches, samples, missing)
+    return {
+        "scores": [asdict(one) for one in scores],
+        "batches": [asdict(one) for one in batches],
+        "metrics": [asdict(one) for one in figures],
+        "missing": missing,
+        "run": {name: record[name] for name in ("device", "dtype", "versions")},
+    }
+
+
+_NOT_HERE = {
+    "FLA-SD": "a whole loop over fla's model is not there yet; its kernels' share is in "
+    "`specla bench kernels` (fla recurrent, accepted tokens re-run)"
+}
+
+
+def _load(
+    plan: Plan, one: Contender, entries: Mapping[str, Any], slots: int, tick: Tick | None
+) -> LLM:
+    """An engine of a contender.
+
+    Raises:
+        SpeclaError: it cannot be had; the message says why.
+    """
+    drafter = one.drafter
+    if one.trained is not None:
+        entry = entries.get(one.trained)
+        if entry is None or entry["missing"] is not None:
+            raise SpeclaError(entry["missing"] if entry else f"no {one.trained} was trained")
+        drafter = f"{drafter}:{entry['checkpoint']}"
+    options = _engine(plan, drafter, slots=slots, budget=one.budget)
+    return load(replace(options, drafter_options=one.options), tick)
+
+
+def _methods(
+    plan: Plan, entries: Mapping[str, Any], missing: dict[str, str], tick: Tick | None
+) -> tuple[list[Method], LLM]:
+    """Those that can be loaded, and AR's engine; the others into `missing`."""
+    from specla.bench.measure import Method
+
+    methods: list[Method] = []
+    plain: LLM | None = None
+    for one in contenders():
+        note(f"loading {one.name}")
+        try:
+            llm = _load(plan, one, entries, 1, tick)
+        except (SpeclaError, RuntimeError) as error:
+            if plain is None:
+                raise
+            missing[one.name] = str(error).split("\n")[0]
+            note(f"{one.name} is missing: {missing[one.name]}")
+            continue
+        plain = plain or llm
+        methods.append(Method(name=one.name, run=runner(llm, prompt_format(llm, None))))
+    assert plain is not None
+    return methods, plain
+
+
+def _batches(
+    plan: Plan,
+    entries: Mapping[str, Any],
+    wanted: Mapping[str, Sequence[Prompt]],
+    params: SamplingParams,
+    deadline: float,
+    missing: dict[str, str],
+    tick: Tick | None,
+) -> list[Batch]:
+    """GSM8K in one batch, AR against the tree with its budget."""
+    from specla.bench import headline as bench
+    from specla.cli.headline_suites import suites
+
+    name = f"{bench.BUDGET}, batch"
+    if time.monotonic() > deadline:
+        missing[name] = "no time was left; allow the step more minutes"
+        return []
+    if bench.BUDGET in missing:
+        missing[name] = missing[bench.BUDGET]
+        return []
+    prompts = [p.text for p in suites(plan.data, plan.batch)[bench.GSM8K]]
+    by_name = {one.name: one for one in contenders()}
+    try:
+        engines = [
+            _load(plan, by_name[which], entries, plan.batch, tick)
+            for which in (bench.AR, bench.BUDGET)
+        ]
+        runs = [_all_at_once(llm, params) for llm in engines]
+        return [bench.in_batch(bench.GSM8K, bench.BUDGET, prompts, *runs)]
+    except (SpeclaError, RuntimeError) as error:
+        missing[name] = str(error).split("\n")[0]
+        return []
+
+
+def _all_at_once(
+    llm: LLM, params: SamplingParams
+) -> Callable[[Sequence[str]], Sequence[Completion]]:
+    form = prompt_format(llm, None)
+
+    def run(prompts: Sequence[str]) -> list[Completion]:
+        llm.engine.use(llm.new_drafter())
+        if form == "raw":
+            return [checked(one) for one in llm.generate(prompts, params)]
+        return [checked(one) for one in llm.chat([user_turn(p) for p in prompts], params)]
+
+    return run
+
+
+def _keep_texts(path: Path, samples: Sequence[Sample]) -> None:
+    from specla.bench import headline_page as page
+
+    lines = [dumps(page.text_record(one)) for one in samples]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    note(f"texts in {path}")
+
+
+_RUN = {TARGET: _target, DRAFTERS: _drafters, MEASURE: _measure}
