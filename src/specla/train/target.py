@@ -194,7 +194,8 @@ def _start_pools(data: Path, pools: Path, scale: Scale) -> subprocess.Popen[byte
 def _wait(child: subprocess.Popen[bytes] | None, pools: Path) -> None:
     if child is not None and child.wait():
         log = pools / "prepare.log"
-        raise SpeclaError(f"data could not be prepared; {log} ends: {log.read_text()[-300:]}")
+        end = " ".join(log.read_text().split())[-300:]
+        raise SpeclaError(f"data could not be prepared; {log} ends: {end}")
 
 
 def _save(model: GDNLanguageModel, work: Path) -> None:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The headline's turns, scores, intervals, figures and page, on made-up completions."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from completions import completion
+
+from specla.bench import headline as h
+from specla.bench import headline_page as page
+from specla.bench.measure import Method, Prompt, Sample
+from specla.errors import SpeclaError
+from specla.request import Completion, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=8)
+SUITES = {s: [Prompt(kind=s, text=f"{s} {i}") for i in range(n)]
+          for s, n in ((h.GSM8K, 3), (h.HUMANEVAL, 1), (h.MIXED, 2))}  # fmt: skip
+
+
+def answer(tokens: int, rounds: int, seconds: float, drafter: str = "eagle") -> Completion:
+    made = completion(ids=tuple(range(tokens)), options={"drafter": drafter, "mode": "exact"},
+                      decode_s=seconds)  # fmt: skip
+    return replace(made, speculation=replace(made.speculation, rounds=rounds))
+
+
+def sample(method: str, suite: str, done: Completion | None, number: int = 0) -> Sample:
+    prompt = Prompt(kind=suite, text=f"{suite} {number}")
+    seconds = 0.0 if done is None else done.timing.decode_s
+    return Sample(method=method, prompt=prompt, completion=done, decode_s=seconds,
+                  error=None if done else "broken")  # fmt: skip
+
+
+def everything() -> list[Sample]:
+    """AR at 100 tokens/s; the tree twice as fast in rounds of 1.5 AR steps."""
+    speeds = {h.AR: (24, 0.24), h.CHAIN: (12, 0.15), h.TREE: (8, 0.12), h.PRUNED: (8, 0.12),
+              h.BUDGET: (8, 0.16), h.BLOCK_MORE: (12, 0.2), h.READER: (10, 0.2)}  # fmt: skip
+    return [
+        sample(method, suite, answer(24, rounds, seconds), i)
+        for suite in h.SUITES
+        for i in range(4)
+        for method, (rounds, seconds) in speeds.items()
+    ]
+
+
+def test_suites_take_turns() -> None:
+    order = [prompt.text for prompt in h.in_turn(SUITES)]
+    assert order == ["gsm8k 0", "humaneval 0", "mixed 0", "gsm8k 1", "mixed 1", "gsm8k 2"]
+
+
+def test_every_method_answers_a_prompt_before_the_next_and_none_after_the_deadline() -> None:
+    calls: list[tuple[str, str]] = []
+
+    def method(name: str) -> Method:
+        def run(text: str, params: SamplingParams) -> Completion:
+            calls.append((name, text))
+            if (name, text) == ("b", "humaneval 0"):
+                raise SpeclaError("no")
+            return answer(4, 2, 0.1)
+
+        return Method(name=name, run=run)
+
+    methods, order = [method("a"), method("b")], h.in_turn(SUITES)
+    samples = h.take_turns(methods, order, PARAMS, time.monotonic() + 60)
+    assert calls[:2] == [("a", "gsm8k 0"), ("b", "gsm8k 0")]  # the warm-up
+    assert calls[2:] == [(name, p.text) for p in order for name in "ab"]
+    assert [s.error for s in samples].count("no") == 1
+    late = h.take_turns(methods, order, PARAMS, time.monotonic() - 1)
+    assert [(s.method, s.prompt.text) for s in late] == [("a", "gsm8k 0"), ("b", "gsm8k 0")]
+
+
+def test_a_score_compares_the_same_prompts_only() -> None:
+    samples = [
+        sample(h.AR, "gsm8k", answer(10, 10, 0.1), 0),
+        sample(h.AR, "gsm8k", answer(30, 30, 0.3), 1),
+        sample(h.TREE, "gsm8k", answer(10, 4, 0.05), 0),
+        sample(h.TREE, "gsm8k", None, 1),
+    ]
+    plain, tree = h.scores(samples)
+    assert (plain.speed, plain.ratio.value, plain.round_over_ar) == pytest.approx((100, 1, 1))
+    assert (tree.prompts, tree.failed, tree.same, tree.tokens) == (2, 1, 1, 10)
+    assert (tree.speed, tree.ratio.value, tree.tau) == pytest.approx((200, 2, 2.5))
+    # 0.05 s / 4 rounds over 0.1 s / 10 tokens
+    assert tree.round_over_ar == pytest.approx(1.25)
+
+
+def test_loops_and_cut_answers_are_counted() -> None:
+    looping = replace(answer(96, 96, 1.0), token_ids=(1, 2) * 48, finish_reason="length")
+    (score,) = h.scores([sample(h.AR, "gsm8k", looping)])
+    assert (score.looping, score.unended) == (1, 1)
+
+
+def test_the_interval_is_over_prompts_and_repeatable() -> None:
+    values = np.array([1.0, 2.0, 3.0, 4.0, 10.0])
+    mean = lambda at: float(values[at].mean())  # noqa: E731
+    one, two = h.bootstrap(mean, 5), h.bootstrap(mean, 5)
+    assert one == two
+    assert one.value == 4
+    assert one.low < one.p10 < one.value < one.p90 < one.high
+    # A twentieth outside, by the law of the mean of five draws.
+    assert 1.6 < one.low < 2.2
+    assert 6.2 < one.high < 7.8
+    assert h.bootstrap(lambda at: 2.0, 3).low == 2
+
+
+def test_figures_have_the_issues_names() -> None:
+    samples = everything()
+    batch = h.Batch(suite="gsm8k", size=64, method=h.BUDGET, tokens=9, seconds=1.0,
+                    plain_seconds=1.2, same=64)  # fmt: skip
+    found = page.metrics(h.scores(samples), [batch], samples, {})
+    values = {m.name: m.value for m in found}
+    assert values["e2e_gsm8k_b1"] == values["e2e_mixed_b1"] == pytest.approx(2)
+    assert values["e2e_humaneval_b1"] == pytest.approx(2)
+    assert values["round_over_ar"] == pytest.approx(1.5)
+    assert values["tau_tree_over_chain_gsm8k"] == pytest.approx(1.5)
+    assert values["reader_tau_gain"] == pytest.approx(1.2)
+    assert values["e2e_gsm8k_b64"] == values["e2e_worst_case"] == pytest.approx(1.2)
+    assert values["headline/mixed/chain/tau"] == pytest.approx(2)
+    rows = page.csv_rows(found, {"commit": "x"})
+    assert {row["metric"] for row in rows} == set(values)
+    assert all(row["baseline"] for row in rows if row["unit"] == "x")
+
+
+def test_what_is_missing_is_said_with_its_reason() -> None:
+    plain = [s for s in everything() if s.method == h.AR]
+    missing = {h.PRUNED: "eagle was not trained", h.READER: "no reader", "FLA-SD": "no fla"}
+    scores = h.scores(plain)
+    found = page.metrics(scores, [], plain, missing)
+    named = {m.name: m for m in found}
+    for name in ("e2e_gsm8k_b1", "round_over_ar"):
+        assert named[name].value is None
+        assert "eagle was not trained" in named[name].notes
+    assert "no reader" in named["reader_tau_gain"].notes
+    assert named["e2e_worst_case"].notes == "not measured in this run"
+    text = page.page(scores, found, missing, {"device": "made up"})
+    assert "| FLA-SD | no fla |" in text
+    assert "| `e2e_gsm8k_b1` | missing | tree + pruning: eagle was not trained |" in text
+    assert not any(row["metric"] == "e2e_gsm8k_b1" for row in page.csv_rows(found, {}))
+
+
+def test_a_batch_is_timed_after_a_first_go() -> None:
+    calls: list[str] = []
+
+    def runs(name: str, seconds: float):
+        def run(prompts):
+            calls.append(name)
+            time.sleep(seconds)
+            return [answer(4, 2, 0.1) for _ in prompts]
+
+        return run
+
+    one = h.in_batch("gsm8k", h.BUDGET, ["a", "b"], runs("plain", 0.05), runs("tree", 0.01))
+    assert calls == ["plain", "tree", "plain", "tree"]
+    assert (one.size, one.same, one.tokens) == (2, 2, 8)
+    assert 1 < one.ratio < 20

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specla bench headline`: suites, refusals, and (slow) all of it at toy size."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from headline_data import MIXED_KINDS, make_data
+
+from specla.cli import main
+from specla.cli.headline_steps import Plan, Progress, contenders
+from specla.cli.headline_suites import suites
+from specla.errors import ConfigError
+
+CAPTURE = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data") / "d")
+
+
+def plan(work: Path, size: str = "toy") -> Plan:
+    return Plan(data=work, work=work, size=size, minutes={}, prompts=1, batch=1, max_tokens=4,
+                device="cpu")  # fmt: skip
+
+
+def test_suites_leave_out_what_the_templates_were_made_from(data: Path) -> None:
+    lines = (data / "gsm8k/test.jsonl").read_text().splitlines()
+    questions = [json.loads(line)["question"] for line in lines]
+    every = suites(data, None)
+    gsm8k = [p.text for p in every["gsm8k"]]
+    assert gsm8k == [q for i, q in enumerate(questions) if i not in (0, 2)]
+    mixed = [p.text for p in every["mixed"]]
+    assert len(mixed) == 5 * 4 + 2
+    assert questions[1] in mixed
+    assert questions[0] not in mixed
+    assert every["humaneval"][0].text.startswith("Complete this function:\n```python\ndef add0")
+    assert {p.kind for p in every["mixed"]} == {"mixed"}
+
+
+def test_suites_are_drawn_with_a_seed_and_mixed_evenly(data: Path) -> None:
+    some = suites(data, 6)
+    assert {name: len(prompts) for name, prompts in some.items()} == {
+        "gsm8k": 6, "humaneval": 4, "mixed": 6,
+    }  # fmt: skip
+    assert some == suites(data, 6)
+    assert some["gsm8k"] != suites(data, 6, seed=1)["gsm8k"]
+    kinds = {p.text.split()[0] for p in some["mixed"]} - {"gsm8k"}
+    assert set(MIXED_KINDS) - {"gsm8k"} <= kinds
+
+
+def test_a_finished_step_is_remembered_and_undoes_those_after_it(tmp_path: Path) -> None:
+    progress = Progress(plan(tmp_path))
+    with pytest.raises(ConfigError, match="--steps must begin with target"):
+        progress.need("target")
+    for step in ("target", "drafters", "measure"):
+        progress.finish(step, {"wall_s": 1})
+    again = Progress(plan(tmp_path))
+    assert list(again.steps) == ["target", "drafters", "measure"]
+    again.finish("drafters", {"wall_s": 2})
+    assert Progress(plan(tmp_path)).steps == {
+        "target": {"wall_s": 1}, "drafters": {"wall_s": 2},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"is for toy, now gdn-1\.3b"):
+        Progress(plan(tmp_path, "gdn-1.3b"))
+
+
+def test_every_contender_has_its_own_name_and_ar_is_first() -> None:
+    names = [one.name for one in contenders()]
+    assert len(set(names)) == len(names)
+    assert names[0] == "AR"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--steps target,fly", "--steps must be some of target, drafters, measure, got 'fly'"),
+        ("--size huge", "--size must be one of gdn-1.3b, toy"),
+        ("--size gdn-1.3b", "needs a GPU"),
+        ("--size toy --prompts 0", "--prompts must be >= 1"),
+        ("--size toy --steps measure", "--steps must begin with target"),
+    ],
+)
+def test_refusals(flags: str, says: str, tmp_path: Path, capsys: CAPTURE) -> None:
+    command = f"bench headline --device cpu --work {tmp_path}/w {flags}"
+    assert main(command.split()) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_all_of_it_at_toy_size(data: Path, tmp_path: Path, capsys: CAPTURE) -> None:
+    work, results = tmp_path / "w", tmp_path / "results" / "results.csv"
+    command = f"bench headline --data {data} --work {work} --size toy --device cpu --prompts 2"
+    limits = "--target-minutes 1 --drafter-minutes 1 --measure-minutes 1 --batch 3 --max-tokens 12"
+    record = f"--record --results {results} --commit abc --json"
+    assert main([*command.split(), *limits.split(), *record.split()]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert all(one["missing"] is None for one in done["drafters"]["entries"])
+    assert set(done["measure"]["missing"]) == {"FLA-SD"}
+    for score in done["measure"]["scores"]:
+        assert score["same"] == score["prompts"] == 2
+    with results.open() as file:
+        metrics = {row["metric"] for row in csv.DictReader(file)}
+    assert {"round_over_ar", "e2e_gsm8k_b1", "e2e_mixed_b1", "e2e_worst_case"} <= metrics
+    assert "FLA-SD" in (results.parent / "headline/README.md").read_text()
+    assert len((work / "texts.jsonl").read_text().splitlines()) == 6 * len(contenders())
+    again = [*command.split(), "--steps", "target,drafters"]
+    assert main(again) == 0
+    assert "target: done before" in capsys.readouterr().err

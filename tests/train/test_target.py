@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training by the clock, prompts from pools, and data found by name."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from specla.errors import ConfigError, SpeclaError
+from specla.train import corpus, pack, target
+from specla.train.chat import ASSISTANT_ID, END_ID, USER_ID
+from specla.train.checkpoint import load_checkpoint
+from specla.train.gdn import GDNShape
+from specla.train.lineup import TOY_LINE_UP, prompts_of
+from specla.train.packing import START_BIT
+from specla.train.pretrain import Log, Recipe, Trainer, build_model
+
+SHAPE = GDNShape(32, 1, 2, 8, 2.0, 48, 64, tie_word_embeddings=False)
+RECIPE = Recipe(rows=2, length=32, warmup=2, compile=False, shares={"gsm8k": 1.0})
+
+
+def document(question: int, *, start: bool = True) -> np.ndarray:
+    """<user> q q <end> <assistant> a <end>, now and then after an end of text."""
+    words = [USER_ID, question, question, END_ID, ASSISTANT_ID, 9, END_ID]
+    words = [0, *words] if question % 3 == 0 else words
+    found = np.array(words, np.uint32)
+    found[0] |= START_BIT if start else 0
+    return found
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Path:
+    folder = tmp_path / "pools"
+    folder.mkdir()
+    asked = [document(10 + i % 20) for i in range(60)]
+    plain = np.full(12, 40, np.uint32)
+    plain[0] |= START_BIT
+    np.save(folder / "gsm8k.npy", np.concatenate([*asked, plain]))
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).write_text("{}")
+    (folder / "pools.json").write_text("{}")
+    return folder
+
+
+def test_training_ends_with_the_clock_and_decayed(pools: Path, tmp_path: Path) -> None:
+    trainer = Trainer(replace(RECIPE), pools, build_model(RECIPE, SHAPE, "cpu"))
+    lines: list[str] = []
+    began = time.monotonic()
+    loss = target.run_by_clock(trainer, 1.5, Log(tmp_path / "log.csv", 5, lines.append))
+    took = time.monotonic() - began
+    assert 1.5 <= took < 4
+    assert trainer.step > 5
+    group = trainer.optimizers[0].param_groups[0]
+    # 1 % of the peak is the floor; the last step may begin a little before the end.
+    assert group["lr"] < 0.2 * group["peak"]
+    first = float(lines[0].split()[-1])
+    assert loss < first
+    assert len(lines) == trainer.step // 5
+
+
+def test_warming_up_changes_nothing() -> None:
+    model = build_model(RECIPE, SHAPE, "cpu")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    target.warm_up(model, RECIPE)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_too_little_time_is_refused(pools: Path, tmp_path: Path) -> None:
+    scale = target.Scale(shape=SHAPE, recipe=RECIPE, reserve=5)
+    with pytest.raises(ConfigError, match="at least 1 s after its data"):
+        target.train_target(tmp_path, tmp_path, time.monotonic() + 5, scale, "cpu", note=print)
+
+
+def test_a_failed_preparation_says_why(tmp_path: Path) -> None:
+    scale = target.Scale(shape=SHAPE, recipe=RECIPE)
+    with pytest.raises(SpeclaError, match=r"could not be prepared.*gsm_symbolic_40k"):
+        target.train_target(tmp_path, tmp_path, time.monotonic() + 99, scale, "cpu", note=print)
+
+
+def test_the_checkpoint_is_whole_or_not_there(pools: Path, tmp_path: Path) -> None:
+    model = build_model(RECIPE, SHAPE, "cpu")
+    for _ in range(2):
+        target._save(model, tmp_path)
+    assert not (tmp_path / "target.tmp").exists()
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert (tmp_path / "target/tokenizer_config.json").exists()
+    loaded = load_checkpoint(tmp_path / "target")
+    assert torch.equal(loaded.head, model.head.bfloat16().float())
+
+
+def test_prompts_are_questions_of_the_pools_each_once(pools: Path) -> None:
+    line_up = replace(TOY_LINE_UP, prompts=50, pools={"gsm8k": 1.0, "absent": 1.0})
+    found = [prompt.tokens for prompt in prompts_of(pools, line_up)]
+    asked = [(USER_ID, q, q, END_ID, ASSISTANT_ID) for q in range(10, 30)]
+    assert sorted(found) == asked
+    assert found == [prompt.tokens for prompt in prompts_of(pools, line_up)]
+    few = prompts_of(pools, replace(line_up, prompts=7))
+    assert len({prompt.tokens for prompt in few}) == 7
+
+
+def test_data_are_found_by_name_wherever_they_lie(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k/test.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 3)
+    (tmp_path / corpus.OVERLAP).write_text("[1]")
+    assert corpus.locate(tmp_path, "test.jsonl") == tmp_path / "gsm8k/test.jsonl"
+    assert len(corpus.gsm8k_test(tmp_path)) == 2
+    with pytest.raises(ConfigError, match=r"one train\.jsonl .* has none"):
+        corpus.locate(tmp_path, corpus.GSM8K_TRAIN)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again/test.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"has .*again/test\.jsonl, .*gsm8k/test\.jsonl"):
+        corpus.locate(tmp_path, "test.jsonl")
+
+
+def test_a_part_of_the_corpus_is_whole_files(tmp_path: Path) -> None:
+    import lzma
+
+    path = tmp_path / corpus.PYTHON
+    files = {f"p{i}/m.py": f"x = {i}\n" * 20 for i in range(9)}
+    text = "".join(f"<|file|>{name}\n{source}" for name, source in files.items())
+    path.write_bytes(lzma.compress(text.encode()))
+    part = pack.python_part(path, 300)
+    kept = dict(item.split("\n", 1) for item in part.split("<|file|>")[1:])
+    assert 0 < len(kept) < 9
+    assert all(files[name] == source for name, source in kept.items())
