@@ -40,9 +40,10 @@ GDN_1_3B = GDNShape(
     tie_word_embeddings=False,
 )
 SHARES = {
-    "symbolic": 0.16, "gsm8k": 0.10, "generated": 0.28, "arithmetic": 0.03, "talk": 0.05,
-    "python": 0.14, "mined": 0.12, "functions": 0.12,
+    "symbolic": 0.17, "gsm8k": 0.12, "generated": 0.28, "arithmetic": 0.03, "python": 0.15,
+    "mined": 0.13, "functions": 0.12,
 }  # fmt: skip
+"""No small talk: a refusal by rote is too easy to draft."""
 HELD_OUT = ("gsm8k_test", "symbolic_new_numbers", "symbolic_new_templates")
 LEAST_SECONDS = 1.0
 SHARD_BYTES = 2 << 30
