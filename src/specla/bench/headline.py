@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
@@ -26,7 +26,7 @@ AR, CHAIN, TREE, PRUNED = "AR", "chain", "tree", "tree + pruning"
 BUDGET, BLOCK_MORE, READER = "tree, budget", "block, trained on", "block + reader"
 GSM8K, HUMANEVAL, MIXED = "gsm8k", "humaneval", "mixed"
 SUITES = (GSM8K, HUMANEVAL, MIXED)
-RESAMPLES = 2000
+RESAMPLES, WARM_UP = 2000, 64
 INTERVAL = (2.5, 97.5)
 
 
@@ -75,9 +75,9 @@ def take_turns(
     tick: Callable[[int, int], None] | None = None,
 ) -> list[Sample]:
     """Samples of every method on as many prompts as fit before the deadline (of
-    time.monotonic), one at least."""
+    time.monotonic), one at least, after a first go of each that is not kept."""
     for method in methods:
-        _sample(method, prompts[0], params)
+        _sample(method, prompts[0], replace(params, max_tokens=min(params.max_tokens, WARM_UP)))
     samples: list[Sample] = []
     for done, prompt in enumerate(prompts):
         if done and time.monotonic() > deadline:
@@ -109,7 +109,9 @@ def scores(samples: Sequence[Sample]) -> list[Score]:
         for s in suites
         for m in methods
     }
-    return [_score(s, m, found[m, s], found[AR, s]) for s in suites for m in methods]
+    return [
+        _score(s, m, found[m, s], found[AR, s]) for s in suites for m in methods if found[m, s]
+    ]
 
 
 def _score(suite: str, method: str, mine: Sequence[Sample], plain: Sequence[Sample]) -> Score:
@@ -140,9 +142,11 @@ Done = tuple[Completion, float]
 
 def _pairs(mine: Sequence[Sample], plain: Sequence[Sample]) -> list[tuple[Done, Done]]:
     """Prompts that both have answered."""
+    base = {one.prompt: one for one in plain}
+    both = [(one, base[one.prompt]) for one in mine if one.prompt in base]
     return [
         ((a.completion, a.decode_s), (b.completion, b.decode_s))
-        for a, b in zip(mine, plain, strict=True)
+        for a, b in both
         if a.completion is not None and b.completion is not None
     ]
 

@@ -27,8 +27,11 @@ TARGET, DRAFTERS, MEASURE = STEPS = ("target", "drafters", "measure")
 SIZES = ("gdn-1.3b", "toy")
 MAX_NODES, MAX_DEPTH = 16, 6
 NO_PRUNING = 1e9
-# Of the time for measuring, what one prompt after another may take; the batch has the rest.
-SINGLE = 0.8
+# Of the time for measuring, what may have passed when our own methods stop, and when fla's loop
+# stops, which needs seconds per prompt; the batch has the rest.
+SINGLE, FOREIGN = 0.7, 0.8
+FOREIGN_MINUTES = 10.0
+"""What fla's loop gets at most, with --full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,12 +187,14 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
     began = time.monotonic()
     wanted = suites(plan.data, plan.prompts)
     entries = {one["name"]: one for one in progress.need(DRAFTERS)["entries"]}
-    missing: dict[str, str] = dict(_NOT_HERE)
+    missing: dict[str, str] = {}
     params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens)
     methods, run = _methods(plan, entries, missing, tick)
-    until = deadline if plan.prompts is None else began + SINGLE * (deadline - began)
+    spent = [began + share * (deadline - began) for share in (SINGLE, FOREIGN)]
     count = (lambda done, total: tick("measuring", done, total)) if tick else None
-    samples = bench.take_turns(methods, bench.in_turn(wanted), params, until, count)
+    order = bench.in_turn(wanted)
+    samples = bench.take_turns(methods, order, params, spent[0], count)
+    samples += _foreign(plan, run, order, params, spent[1], missing)
     record = run_record(run, str(plan.size))
     del methods, run
     _free()
@@ -206,10 +211,38 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
     }
 
 
-_NOT_HERE = {
-    "FLA-SD": "a whole loop over fla's model is not there yet; its kernels' share is in "
-    "`specla bench kernels` (fla recurrent, accepted tokens re-run)"
-}
+def _foreign(
+    plan: Plan,
+    plain: LLM,
+    order: Sequence[Prompt],
+    params: SamplingParams,
+    until: float,
+    missing: dict[str, str],
+) -> list[Sample]:
+    """fla's own loop on the first prompts, as far as the time allows."""
+    from specla import drafters
+    from specla.bench import fla_sd
+    from specla.bench.headline import take_turns
+    from specla.bench.measure import Method
+
+    tokenizer = plain.tokenizer
+    try:
+        loop = fla_sd.FlaSD(
+            fla_sd.load(plan.checkpoint, plan.device), drafters.build("ngram"),
+            tokenizer.eos_token_ids, tokenizer.decode, plan.device,
+        )  # fmt: skip
+
+        def run(text: str, params: SamplingParams) -> Completion:
+            return loop(tokenizer.apply_chat_template(user_turn(text)), params)
+
+        method = Method(name=fla_sd.NAME, run=run)
+        until = min(until, time.monotonic() + 60 * FOREIGN_MINUTES)
+        return take_turns([method], order, params, until)
+    # Another package's model may fail in any of its own ways: that is a finding, not our end.
+    except (SpeclaError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        missing[fla_sd.NAME] = str(error).split("\n")[0]
+        note(f"{fla_sd.NAME} is missing: {missing[fla_sd.NAME]}")
+        return []
 
 
 def _load(

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLA-SD's loop over a model with a cache that is changed in place, as fla's is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specla.bench.fla_sd import FlaSD, load
+from specla.drafters import build
+from specla.errors import KernelUnavailable
+from specla.request import SamplingParams
+
+VOCAB, END = 40, 39
+
+
+class Model:
+    """Says what follows from all tokens so far; a phrase of seven returns, broken by the sum."""
+
+    def __init__(self) -> None:
+        self.forwards: list[int] = []
+
+    def __call__(self, *, input_ids, past_key_values, use_cache):
+        assert use_cache
+        cache = [] if past_key_values is None else past_key_values
+        logits = torch.zeros(1, input_ids.shape[1], VOCAB)
+        self.forwards.append(input_ids.shape[1])
+        for i, token in enumerate(input_ids[0].tolist()):
+            cache.append(token)
+            logits[0, i, self.next(cache)] = 1
+        return SimpleNamespace(logits=logits, past_key_values=cache)
+
+    @staticmethod
+    def next(tokens: list[int]) -> int:
+        if len(tokens) == 60:
+            return END
+        return 30 if sum(tokens) % 11 == 3 else 5 + len(tokens) % 7
+
+
+def greedy(prompt: list[int], most: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + most and tokens[-1] != END:
+        tokens.append(Model.next(tokens))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("most", [1, 2, 30, 90])
+@pytest.mark.parametrize("prompt", [[7], [5, 6, 7, 8, 9, 10, 11, 5, 6]])
+def test_it_says_what_the_model_says(prompt: list[int], most: int) -> None:
+    model = Model()
+    loop = FlaSD(model, build("ngram"), (END,), str, "cpu")
+    for _ in range(2):  # nothing is left from the answer before
+        done = loop(prompt, SamplingParams(temperature=0, max_tokens=most))
+        assert list(done.token_ids) == greedy(prompt, most)
+    report = done.speculation
+    assert report.rounds + report.accepted == len(done.token_ids)
+    assert done.finish_reason == ("stop" if done.token_ids[-1] == END else "length")
+    if most >= 30:
+        assert 0 < report.accepted < report.drafted
+        # A round with drafts costs two forwards.
+        assert len(model.forwards) > 2 * report.rounds
+
+
+def test_it_needs_a_gpu(tmp_path) -> None:
+    with pytest.raises(KernelUnavailable, match="need a GPU"):
+        load(tmp_path, "cpu")
