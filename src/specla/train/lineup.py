@@ -9,6 +9,7 @@ its speed.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ import torch
 
 from specla.engine.engine import Engine
 from specla.errors import SpeclaError
+from specla.models.base import TargetModel
 from specla.request import SamplingParams
 from specla.train.capture import Capture, Text
 from specla.train.chat import ASSISTANT_ID, DOCUMENT_END_ID
@@ -69,7 +71,7 @@ class LineUp:
     max_tokens: int = 256
     answering: float = 0.25
     probe: float = 15.0
-    keep_bytes: int = 24 << 30
+    keep_bytes: int = 40 << 30
 
 
 _LARGE = {"rows": 8, "length": 1024}
@@ -140,8 +142,8 @@ def train_line_up(
     tick: Tick | None = None,
     note: Note,
 ) -> list[Trained]:
-    """Train every entry to ``work/NAME/checkpoint``. An entry that cannot be trained does not
-    stop the others; what it says is in its `missing`.
+    """Train every entry to ``work/NAME/checkpoint``, anew. An entry that cannot be trained does
+    not stop the others; what it says is in its `missing`. Answers that are there are used.
 
     Args:
         engine: of the target, without a drafter, greedy.
@@ -153,12 +155,15 @@ def train_line_up(
     texts = answers_by_clock(engine, work, until, line_up, tick)
     note(f"{len(texts)} answers, {sum(len(t.tokens) - t.num_prompt for t in texts)} tokens")
     left, found = sum(e.share for e in line_up.entries), list[Trained]()
+    features = _FeatureCache(engine.model, line_up.keep_bytes)
     for entry in line_up.entries:
         seconds = (deadline - time.monotonic()) * entry.share / left
         left -= entry.share
         note(f"{entry.name}: {seconds:.0f} s")
         try:
-            one = _train(engine, tokenizer_hash, work, entry, line_up, texts, seconds, tick, note)
+            one = _train(
+                features, tokenizer_hash, work, entry, line_up.probe, texts, seconds, tick, note
+            )
         except (SpeclaError, RuntimeError) as error:
             one = Trained(name=entry.name, kind=entry.kind, missing=str(error).split("\n")[0])
         if one.missing is not None:
@@ -209,19 +214,37 @@ def answers_by_clock(
     return texts
 
 
+class _FeatureCache:
+    """The capture of the entries that read the same layers; the one before is dropped."""
+
+    def __init__(self, model: TargetModel, keep_bytes: int) -> None:
+        self.model, self._keep_bytes = model, keep_bytes
+        self._capture: tuple[tuple[int, ...], Capture] | None = None
+
+    def __call__(self, layers: Sequence[int]) -> Capture:
+        """Features of these layers."""
+        wanted = tuple(layers)
+        if self._capture is None or self._capture[0] != wanted:
+            self._capture = None
+            self._capture = wanted, Capture(self.model, wanted, keep_bytes=self._keep_bytes)
+        return self._capture[1]
+
+
 def _train(
-    engine: Engine,
+    features: _FeatureCache,
     tokenizer_hash: str,
     work: Path,
     entry: Entry,
-    line_up: LineUp,
+    probe: float,
     texts: Sequence[Text],
     seconds: float,
     tick: Tick | None,
     note: Note,
 ) -> Trained:
-    began, model, folder = time.monotonic(), engine.model, work / entry.name
-    folder.mkdir(parents=True, exist_ok=True)
+    began, model, folder = time.monotonic(), features.model, work / entry.name
+    # What an interrupted run left was trained on fewer answers, by another clock.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     own = dict(entry.options)
     if entry.start is not None:
         own["start"] = work / entry.start / CHECKPOINT
@@ -232,15 +255,14 @@ def _train(
 
     def session(steps: int) -> Session[Any]:
         kind = kind_of(entry.kind, model, tokenizer_hash, {**entry.schedule, "steps": steps}, own)
-        capture = Capture(model, kind.feature_layers, keep_bytes=line_up.keep_bytes)
-        return kind.run(folder, capture, rest, held, compute)
+        return kind.run(folder, features(kind.feature_layers), rest, held, compute)
 
     def left() -> float:
         return began + seconds - time.monotonic()
 
     first = session(ENDLESS)
     start, before = time.monotonic(), first.step
-    first(every=ENDLESS, minutes=min(line_up.probe, left() / 3) / 60, tick=None, note=note)
+    first(every=ENDLESS, minutes=min(probe, left() / 3) / 60, tick=None, note=note)
     rate = max(first.step - before, 1) / (time.monotonic() - start)
     total = first.step + max(int(0.9 * rate * left()), 1)
     del first

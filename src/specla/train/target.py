@@ -165,9 +165,11 @@ def run_by_clock(trainer: Trainer, seconds: float, log: Log, tick: Tick | None =
     return mean
 
 
-@torch.no_grad()
 def held_out_losses(model: GDNLanguageModel, pools: Path, recipe: Recipe) -> dict[str, float]:
-    """Mean loss of a batch of each held-out set that has problems, nats per token."""
+    """Mean loss of a batch of each held-out set that has problems, nats per token.
+
+    In a training step's shape and with gradients on: anything else would be compiled again.
+    """
     sets = json.loads((pools / "heldout.json").read_text())
     prepare.start_worker(str(pools / "tokenizer.json"))
     found = {}
@@ -175,7 +177,7 @@ def held_out_losses(model: GDNLanguageModel, pools: Path, recipe: Recipe) -> dic
         pool = Pool(name, prepare.encode_problems(sets[name], 0)[""])
         device = str(model.head.device)
         sampler = Sampler([pool], [1.0], recipe.rows, recipe.length, 0, device)
-        found[name] = float(mean_loss(model, sampler.batch(), recipe.chunk))
+        found[name] = float(mean_loss(model, sampler.batch(), recipe.chunk).detach())
     return found
 
 
