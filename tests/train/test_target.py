@@ -7,13 +7,15 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from specla.errors import ConfigError, SpeclaError
-from specla.train import corpus, pack, target
+from specla.train import corpus, lineup, pack, target
+from specla.train.capture import Text
 from specla.train.chat import ASSISTANT_ID, END_ID, USER_ID
 from specla.train.checkpoint import load_checkpoint
 from specla.train.gdn import GDNShape
@@ -131,3 +133,43 @@ def test_a_part_of_the_corpus_is_whole_files(tmp_path: Path) -> None:
     kept = dict(item.split("\n", 1) for item in part.split("<|file|>")[1:])
     assert 0 < len(kept) < 9
     assert all(files[name] == source for name, source in kept.items())
+
+
+def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(
+    pools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text(tokens=(1, 2, 3), num_prompt=1)
+    monkeypatch.setattr(lineup, "answers_by_clock", lambda *_: [text] * 60)
+
+    class Made:
+        feature_layers = (0,)
+
+        def run(self, folder: Path, *_: object) -> Made:
+            self.step, self.folder = 3, folder
+            return self
+
+        def __call__(self, **_: object) -> SimpleNamespace:
+            (self.folder / "checkpoint").mkdir(exist_ok=True)
+            (self.folder / "checkpoint/config.json").write_text("{}")
+            return SimpleNamespace(tau=1.5)
+
+    def kind_of(name: str, *_: object) -> Made:
+        if name == "block":
+            raise ConfigError("blocks are out")
+        return Made()
+
+    monkeypatch.setattr(lineup, "kind_of", kind_of)
+    monkeypatch.setattr(lineup, "Capture", lambda *_, **__: None)
+    engine = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
+    deadline, notes = time.monotonic() + 9, list[str]()
+    found = lineup.train_line_up(
+        engine, "hash", tmp_path, deadline, TOY_LINE_UP, note=notes.append
+    )  # type: ignore[arg-type]
+    missing = {one.name: one.missing for one in found}
+    assert missing["eagle"] is None
+    assert missing["block"] == "blocks are out"
+    assert missing["reader-joint"] == "reader, which it starts from, is missing"
+    eagle = found[0]
+    assert (eagle.steps, eagle.tau) == (3, 1.5)
+    assert Path(str(eagle.checkpoint)).is_dir()
+    assert "block is missing: blocks are out" in notes
