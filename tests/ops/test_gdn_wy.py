@@ -7,6 +7,7 @@ ones is left out; sums are float32: 2e-5. What no row may read is NaN.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +29,7 @@ from specla.ops.contract import DeviceRound, Factors, LayerState, RecurrentShape
 from specla.ops.gdn.reference import Inputs, per_value_head
 from specla.ops.gdn.triton import Workspace
 from specla.ops.gdn.triton_wy import ClosedForm, Tile, compile_masks, tile_for, walk_wy
+from specla.ops.gdn.triton_wy_stream import StreamTile
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -174,19 +176,38 @@ class Case:
             walk=ints([[[0]] for _ in rows]),
         )
 
-    def run(self, tile: Tile | None = None) -> Case:
+    def run(
+        self, tile: Tile | StreamTile | None = None, *, pdl: bool = False, replays: int = 0
+    ) -> Case:
+        """Once; then `replays` times from one graph, each time from the start."""
+
         def move(x: Tensor) -> Tensor:
-            return x.to(DEVICE)
+            return x.to(DEVICE, copy=True)
 
         factors = Factors(*map(move, self.layer.factors))
         layer = self.layer._replace(S=move(self.layer.S), factors=factors)
         work, rnd = Workspace(*map(move, self.work)), DeviceRound(*map(move, self.round()))
         form = ClosedForm.allocate(self.shape, len(self.rows), self.Nmax, self.R, DEVICE)
-        compile_masks(rnd, form, log_capacity=self.R)
-        walk_wy(
-            layer, rnd, work, form,
-            shape=self.shape, log_capacity=self.R, threshold=self.threshold, tile=tile,
-        )  # fmt: skip
+
+        def once() -> None:
+            compile_masks(rnd, form, log_capacity=self.R)
+            walk_wy(
+                layer, rnd, work, form, shape=self.shape, log_capacity=self.R,
+                threshold=self.threshold, tile=tile, pdl=pdl,
+            )  # fmt: skip
+
+        once()
+        if replays:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                taken = torch.cuda.memory_stats()["allocation.all.allocated"]
+                once()
+                assert torch.cuda.memory_stats()["allocation.all.allocated"] == taken
+        for _ in range(replays):
+            starts = (self.layer.S, *self.layer.factors, *self.work)
+            for tensor, start in zip((layer.S, *factors, *work), starts, strict=True):
+                tensor.copy_(start)
+            graph.replay()
         self.o = work.o.cpu().unflatten(0, (len(self.rows), self.N))
         self.S, self.factors = layer.S.cpu(), Factors(*(f.cpu() for f in factors))
         return self
@@ -332,3 +353,47 @@ def test_a_tile_for_every_shape() -> None:
                 tile = tile_for(shape(8, 8, K, V), num_rows, size)
                 assert V % tile.rows == 0
                 assert K % tile.columns == 0
+
+
+def ragged(count: int, R: int, seed: int) -> list[Row]:
+    """Trees of all sizes up to 16, logs of all lengths, and rows that are idle."""
+    rng, found = random.Random(seed), []
+    for i in range(count):
+        size = rng.choice((0, 1, 16, rng.randint(1, 16)))
+        path = sorted(rng.sample(range(16), rng.choice((0, 1, rng.randint(1, 16), 16))))
+        parents = random_parents(i, size, rng.randint(1, 16)) if size else ()
+        found.append(Row(parents=parents, ring_len=rng.randint(0, R), path=path, bank=i % 2))
+    return found
+
+
+def far(a: Tensor, b: Tensor) -> float:
+    """Relative to the largest value; NaN in the same places."""
+    assert torch.equal(a.isnan(), b.isnan())
+    a, b = a.nan_to_num(), b.nan_to_num()
+    return ((a - b).abs().max() / a.abs().max()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "count", "R", "threshold"),
+    # A program has tiles of one row; of several.
+    [((16, 32), 8, 16, 16), ((1, 1), 200, 4, 2)],
+)
+def test_the_stream_kernel(heads: tuple[int, int], count: int, R: int, threshold: int) -> None:
+    """The kernel of `ops.gdn.triton_wy_stream` against the oracle and `_apply_kernel`; its bits
+    over repeats, over programs and in a graph."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the stream kernel is for compute capability 9.0")
+    case = Case(
+        ragged(count, R, count), shape(*heads, 128, 128), nodes=16, R=R, threshold=threshold
+    )
+    assert {row.log_len > threshold for row in case.rows if row.parents} == {False, True}
+    case.run(Tile(64, 32, 4, 3), pdl=True).check()
+    want = case.o, case.S, case.factors.u
+    runs = []
+    for programs, replays in ((2, 0), (1, 0), (2, 1), (2, 2)):
+        case.run(StreamTile(programs), pdl=True, replays=replays).check()
+        runs.append((case.o, case.S, case.factors.u))
+    assert all(far(a, b) < 1e-4 for a, b in zip(want, runs[0], strict=True))
+    for run in runs[1:]:
+        assert all(same(a, b) for a, b in zip(runs[0], run, strict=True))

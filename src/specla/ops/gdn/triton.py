@@ -67,7 +67,7 @@ def stream_for(
     return stream.tile_for(shape, programs, num_nodes, lanes=lanes, branching=branching)
 
 
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -99,7 +99,7 @@ def walk(
     branching = branching and num_nodes > 2
     s = shape
     parts = rnd.walk.shape[1]
-    if tile is None and _is_hopper(layer.S.device):
+    if tile is None and is_hopper(layer.S.device):
         tile = stream_for(s, num_rows * parts, num_nodes, branching=branching)
     tile = tile or tile_for(s, num_rows * parts, branching=branching)
     grid = (s.value_dim // tile.rows * s.num_value_heads, num_rows, parts)

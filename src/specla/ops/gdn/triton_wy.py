@@ -16,7 +16,7 @@ Two kernels. `solve_kernel` makes what needs no state and no value: T and P T, E
 and q, k and the log's keys in pieces (below), once per row and key head. `_apply_kernel` streams
 S, in chunks of K, through one product with x = [q_0 k_0 q_1 k_1 ...]: what a thread gets for a
 node's output lies beside the node's correction. The fold takes the same chunks as they pass; S is
-read once, and written once where the fold is due.
+read once, and written once where the fold is due. `ops.gdn.triton_wy_stream` is that for Hopper.
 
 Numerics. Exponents are path sums that are <= 0, masked before exp, never split. Triangles are
 inverted by blocks that double, which is substitution, so nothing grows beyond the entries of T
@@ -44,6 +44,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
+from specla.ops.gdn import triton_wy_stream as stream
 from specla.ops.gdn.triton import Workspace
 from specla.ops.gdn.triton_wy_solve import (
     BLOCK,
@@ -163,7 +164,7 @@ def walk_wy(
     shape: RecurrentShape,
     log_capacity: int,
     threshold: int,
-    tile: Tile | None = None,
+    tile: Tile | stream.StreamTile | None = None,
     pdl: bool = False,
 ) -> None:
     """Log and tree in closed form, for at most 64 nodes per row.
@@ -173,11 +174,11 @@ def walk_wy(
     ring); outputs to workspace.o, u to the write bank.
 
     Args:
-        tile: None chooses by the round's size.
+        tile: a `StreamTile` asks for the kernel of `ops.gdn.triton_wy_stream`, which is for
+            Hopper. None chooses by device, shape and the round's size.
     """
     num_rows, num_nodes = rnd.parents.shape
     assert num_nodes <= MAX_NODES, f"the bitsets hold {MAX_NODES} nodes, got {num_nodes}"
-    tile = tile or tile_for(shape, num_rows, num_nodes)
     nodes, log = _padded(num_nodes), _log_width(log_capacity, rnd.path.shape[1])
     fold = min(log, _fold_width(threshold))
     heads, key_heads = num_rows * shape.num_value_heads, num_rows * shape.num_key_heads
@@ -186,39 +187,38 @@ def walk_wy(
     s, factors, launch = shape, layer.factors, {"launch_pdl": True} if pdl else {}
     rows = (rnd.slot, rnd.num_nodes, rnd.bank, rnd.ring_len, rnd.path_len)
     sizes = (num_nodes, rnd.path.shape[1], factors.k.shape[1], log_capacity, threshold)
-    constants = {
-        "H": s.num_key_heads,
-        "G": s.num_value_heads,
-        "K": s.key_dim,
-        "NODES": nodes,
-        "LOG": log,
-        "FOLD": fold,
-        "PDL": pdl,
-    }
-    registers = {"maxnreg": tile.solve_registers} if tile.solve_registers else {}
+    constants = {"H": s.num_key_heads, "G": s.num_value_heads, "K": s.key_dim, "PDL": pdl}
+    constants |= {"NODES": nodes, "LOG": log, "FOLD": fold}
+    if tile is None and stream.pays(s, num_rows, nodes, fold, layer.S.device):
+        tile = stream.StreamTile()
+    cut = tile if isinstance(tile, Tile) else tile_for(s, num_rows, num_nodes)
+    limit = {"maxnreg": cut.solve_registers} if cut.solve_registers else {}
     solve_kernel[(s.num_key_heads, num_rows, 2)](
         *(factors.k, factors.g, workspace.q, workspace.beta, *form, *rows, *sizes),
-        CHUNK=min(s.key_dim, tile.solve_columns),
+        CHUNK=min(s.key_dim, cut.solve_columns),
         **constants,
-        num_warps=tile.solve_warps,
+        num_warps=cut.solve_warps,
         num_stages=2,
-        **registers,
-        **launch,
+        **(limit | launch),
     )
+    if isinstance(tile, stream.StreamTile):
+        values = (factors.u, workspace.v, workspace.o)
+        stream.launch(layer.S, values, form, rows, sizes, constants | {"V": s.value_dim}, tile)
+        return
     blocks = (
-        _blocks(layer.S, layer.S.numel(), s.key_dim, tile.rows, tile.columns),
-        _blocks(form.x, key_heads * 4 * nodes * s.key_dim, s.key_dim, 2 * nodes, tile.columns),
-        _blocks(form.e, key_heads * 2 * log * s.key_dim, s.key_dim, fold, tile.columns),
+        _blocks(layer.S, layer.S.numel(), s.key_dim, cut.rows, cut.columns),
+        _blocks(form.x, key_heads * 4 * nodes * s.key_dim, s.key_dim, 2 * nodes, cut.columns),
+        _blocks(form.e, key_heads * 2 * log * s.key_dim, s.key_dim, fold, cut.columns),
     )
-    _apply_kernel[(s.value_dim // tile.rows * s.num_value_heads, num_rows)](
+    _apply_kernel[(s.value_dim // cut.rows * s.num_value_heads, num_rows)](
         *(*blocks, layer.S, factors.u, workspace.v, workspace.o, form.places),
         *(form.solution, form.reads, form.decay, *rows, *sizes),
         V=s.value_dim,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        STAGES=tile.stages,
+        ROWS=cut.rows,
+        COLUMNS=cut.columns,
+        STAGES=cut.stages,
         **constants,
-        num_warps=tile.warps,
+        num_warps=cut.warps,
         num_stages=1,  # of the small loops beside the stream
         **launch,
     )

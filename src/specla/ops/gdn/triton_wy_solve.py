@@ -189,11 +189,12 @@ def _read_log(
     FOLD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """F and E, block by block, of all value heads; what of the path moves to the ring, below
-    `end`; decays. The fold reads whole blocks of FOLD keys, the last one padded with zeros."""
+    `end`; decays. The fold reads whole blocks of FOLD keys, the last one padded with zeros; the
+    kernel for Hopper always reads a block of F and E."""
     GROUP: tl.constexpr = G // H
     node = tl.arange(0, NODES)
     chunk = tl.arange(0, CHUNK)[None, :]
-    padded = tl.where(due, (log_len + FOLD - 1) // FOLD * FOLD, log_len)
+    padded = tl.where(due, (log_len + FOLD - 1) // FOLD * FOLD, tl.maximum(log_len, _BLOCK))
     for first in range(0, padded, _BLOCK):
         j = first + tl.arange(0, _BLOCK)
         e_at = log_k + tl.load(places_ptr + j)[:, None] * (H * K) + chunk
