@@ -212,12 +212,12 @@ class Case:
         self.S, self.factors = layer.S.cpu(), Factors(*(f.cpu() for f in factors))
         return self
 
-    def check(self) -> None:
+    def check(self, limit: float = LIMIT) -> None:
         for b, row in enumerate(self.rows):
             slot, n = self.slots[b], len(row.parents)
             assert self.o[b, n:].isnan().all()
             if n:
-                self._check_row(b, row)
+                self._check_row(b, row, limit)
             else:
                 assert same(self.S[slot], self.before[slot])
         # Whatever was not this round's to write has its bits; k and g are never computed.
@@ -225,13 +225,13 @@ class Case:
             assert same(getattr(self.factors, name), getattr(self.want, name)), name
         assert same(self.S[0], self.before[0])
 
-    def _check_row(self, b: int, row: Row) -> None:
+    def _check_row(self, b: int, row: Row, limit: float) -> None:
         slot = self.slots[b]
         written = self.factors.u[slot, self.candidates(row)]
-        assert error(self.o[b, : len(row.parents)], row.truth["o"]) < LIMIT
-        assert error(written, row.truth["u"]) < LIMIT
+        assert error(self.o[b, : len(row.parents)], row.truth["o"]) < limit
+        assert error(written, row.truth["u"]) < limit
         if row.log_len > self.threshold:
-            assert error(self.S[slot], row.truth["S"]) < LIMIT
+            assert error(self.S[slot], row.truth["S"]) < limit
         else:
             assert same(self.S[slot], self.before[slot])
         self.want.u[slot, self.candidates(row)] = written
@@ -381,18 +381,18 @@ def far(a: Tensor, b: Tensor) -> float:
 )
 def test_the_stream_kernel(heads: tuple[int, int], count: int, R: int, threshold: int) -> None:
     """The kernel of `ops.gdn.triton_wy_stream` against the oracle and `_apply_kernel`; its bits
-    over repeats, over programs and in a graph."""
+    over repeats, over programs and in a graph. One head's outputs may cancel: a wider limit."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the stream kernel is for compute capability 9.0")
     case = Case(
         ragged(count, R, count), shape(*heads, 128, 128), nodes=16, R=R, threshold=threshold
     )
     assert {row.log_len > threshold for row in case.rows if row.parents} == {False, True}
-    case.run(Tile(64, 32, 4, 3), pdl=True).check()
+    case.run(Tile(64, 32, 4, 3), pdl=True).check(2e-4)
     want = case.o, case.S, case.factors.u
     runs = []
     for programs, replays in ((2, 0), (1, 0), (2, 1), (2, 2)):
-        case.run(StreamTile(programs), pdl=True, replays=replays).check()
+        case.run(StreamTile(programs), pdl=True, replays=replays).check(2e-4)
         runs.append((case.o, case.S, case.factors.u))
     assert all(far(a, b) < 1e-4 for a, b in zip(want, runs[0], strict=True))
     for run in runs[1:]:
