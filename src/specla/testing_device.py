@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specla.drafters.base import DrafterInfo, DraftRow, Observation
+from specla.models.features import Features
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.topology.tree import DraftTree
 
@@ -71,7 +72,7 @@ class DeviceRandomTrees:
     def reset(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def launch(self, rows: RowArrays, rnd: DeviceRound) -> None:
+    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
         """See `DeviceDrafter`."""
         draft_random_tree(rows.seed, rows.len_tokens, rnd, vocab_size=self._vocab_size)
 

@@ -218,7 +218,7 @@ def test_drafting_leaves_no_trace(folder: Path, target: TargetModel) -> None:
 def _tensors(model: EagleModel) -> list[Tensor]:
     assert isinstance(model.mixer, GdnMixer)
     held = [x for y in model.mixer.state.layers for x in (y.S, *y.factors, y.tail, y.inputs)]
-    return [*held, model._last]
+    return [*held, model.last]
 
 
 def gdn(drafter: EagleDrafter) -> GdnMixer:
@@ -281,7 +281,7 @@ def test_without_a_head_it_is_the_targets(tmp_path: Path, target: TargetModel) -
     config = toy_config(target.info, hidden_size=target.info.hidden_size, draft_vocab_size=None)
     write_drafter(tmp_path, config)
     drafter, tokens = started(tmp_path, target, random.Random(14))
-    assert drafter.model._weights.head is target.head_weight
+    assert drafter.model.weights.head is target.head_weight
     assert drafter.draft([row(tokens[1], 1)])[0].num_nodes > 1
 
 

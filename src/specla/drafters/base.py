@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specla.models.base import TargetModel
+    from specla.models.features import Features
     from specla.ops.contract import DeviceRound, RowArrays
     from specla.state import State
 
@@ -128,8 +129,26 @@ class StateDrafter(Drafter, Protocol):
 class DeviceDrafter(Protocol):
     """A drafter that can also draft on the device, inside a CUDA graph: same proposals."""
 
-    def launch(self, rows: RowArrays, rnd: DeviceRound) -> None:
+    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
         """Write tokens, parents and num_nodes of every live row (num_nodes > 0); node 0's token
         is there already, and rnd.path has room for as many nodes as a tree may have. Kernel
-        launches only: no allocation, no host synchronisation. `observe` is not called."""
+        launches only: no allocation, no host synchronisation. `observe` is not called.
+
+        features: with room, for a drafter that reads them: of the rows' last round, whose
+        accepted nodes are still rnd.path, unless the rows have only just come."""
+        ...
+
+
+@runtime_checkable
+class ResidentDrafter(FeatureDrafter, DeviceDrafter, Protocol):
+    """One that also keeps on the device what it knows of the rows, round after round; `feed` is
+    not called for those rounds."""
+
+    def enter(self, slots: Sequence[int]) -> None:
+        """These rows' rounds are on the device from now on, in these places."""
+        ...
+
+    def leave(self, slots: Sequence[int | None], rnd: DeviceRound, features: Features) -> None:
+        """They no longer are; what the device knew of them is the host's again. None: a row that
+        has ended, of which nothing may be taken over. rnd, features: of the last round."""
         ...

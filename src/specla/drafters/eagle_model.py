@@ -67,7 +67,7 @@ class EagleModel:
     def __init__(
         self, config: EagleConfig, weights: EagleWeights, *, num_slots: int, max_nodes: int
     ) -> None:
-        self.config, self._weights = config, weights
+        self.config, self.weights = config, weights
         self.mixer = _mixer(config, weights, num_slots=num_slots, max_nodes=max_nodes)
         self._linears = {
             "fc": Linear(weights.fc),
@@ -77,7 +77,7 @@ class EagleModel:
             **self.mixer.linears,
         }
         # The last output of each slot: what its next tree grows from.
-        self._last = weights.fc.new_zeros(num_slots + 1, config.hidden_size)
+        self.last = weights.fc.new_zeros(num_slots + 1, config.hidden_size)
 
     def check_rows(self) -> None:
         """Make every product row-invariant, so that a row's tree does not depend on others.
@@ -90,7 +90,7 @@ class EagleModel:
 
     def features(self, rows: Tensor) -> Tensor:
         """The target's outputs, side by side [T, F * target] -> g [T, D]."""
-        norms = self._weights.fc_norms
+        norms = self.weights.fc_norms
         if norms is not None:
             parts = rows.unflatten(-1, norms.shape).unbind(1)
             eps = self.config.norm_eps
@@ -101,28 +101,28 @@ class EagleModel:
 
     def logits(self, y: Tensor) -> Tensor:
         """y [n, D] -> [n, draft vocabulary], compute dtype."""
-        y = rms_norm(y, self._weights.norm, self.config.norm_eps)
+        y = rms_norm(y, self.weights.norm, self.config.norm_eps)
         return self._linears["lm_head"](y)
 
     def target_ids(self, ids: Tensor) -> Tensor:
         """The target's token ids of the head's rows `ids`."""
-        d2t = self._weights.d2t
+        d2t = self.weights.d2t
         return ids if d2t is None else d2t[ids]
 
     def reset(self, slot: int) -> None:
         """Back to the empty sequence (rule I6)."""
         self.mixer.reset(slot)
-        self._last[slot].zero_()
+        self.last[slot].zero_()
 
     def copy(self, slot: int, to: int) -> None:
         """`to` goes on from where `slot` is."""
         self.mixer.copy(slot, to)
-        self._last[to] = self._last[slot]
+        self.last[to] = self.last[slot]
 
     def prefill(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
         """A chunk of the prompt: tokens[i] follows the token whose outputs are features[i]."""
         y = self._forward(tokens, self.features(features), lambda x: self.mixer.prefill(slot, x))
-        self._last[slot] = y[-1]
+        self.last[slot] = y[-1]
 
     def encode(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], features: Tensor
@@ -138,11 +138,11 @@ class EagleModel:
             flat, self.features(features), lambda x: self.mixer.encode(slots, lengths, x)
         )
         ends = torch.tensor(lengths).cumsum(0) - 1
-        self._last[list(slots)] = y[ends.to(y.device)]
+        self.last[list(slots)] = y[ends.to(y.device)]
 
     def roots(self, slots: Sequence[int]) -> Tips:
         """What is committed, a path per slot."""
-        return Tips(self._last[list(slots)], self.mixer.roots(slots))
+        return Tips(self.last[list(slots)], self.mixer.roots(slots))
 
     def step(self, tips: Tips, source: Sequence[int], ids: Sequence[int]) -> Tips:
         """One token below each of some paths: ids[i] (target ids) below path source[i], with
@@ -161,7 +161,7 @@ class EagleModel:
         self, tokens: Sequence[int], g: Tensor, mix: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """tokens [T], g [T, D] -> y [T, D]."""
-        w, eps = self._weights, self.config.norm_eps
+        w, eps = self.weights, self.config.norm_eps
         ids = torch.tensor(tokens, dtype=torch.int64, device=g.device)
         e = rms_norm(w.embeddings[ids], w.embed_norm, eps)
         r = g + mix(torch.cat([e, rms_norm(g, w.feature_norm, eps)], dim=-1))

@@ -20,6 +20,7 @@ from specla.drafters.suffix_index import ngrams
 from specla.topology.tree import DraftTree
 
 if TYPE_CHECKING:
+    from specla.models.features import Features
     from specla.ops.contract import DeviceRound, RowArrays
 
 
@@ -55,7 +56,7 @@ class NgramDrafter:
         """Drop the slot's index."""
         self._slots.pop(slot, None)
 
-    def launch(self, rows: RowArrays, rnd: DeviceRound) -> None:
+    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
         """The same chains, drafted on the device (see `DeviceDrafter`)."""
         from specla.drafters.ngram_device import draft_chain
 

@@ -11,6 +11,7 @@ from specla.drafters.base import DrafterInfo, DraftRow, Observation
 from specla.topology.tree import DraftTree
 
 if TYPE_CHECKING:
+    from specla.models.features import Features
     from specla.ops.contract import DeviceRound, RowArrays
 
 
@@ -30,5 +31,5 @@ class NoDrafter:
     def reset(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def launch(self, rows: RowArrays, rnd: DeviceRound) -> None:
+    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
         """Nothing to launch: every live row's tree is its node 0 already."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specla.drafters.base import DeviceDrafter, Drafter, FeatureDrafter
+from specla.drafters.base import DeviceDrafter, Drafter, FeatureDrafter, ResidentDrafter
 from specla.engine.flight import Flight, to_verdict
 from specla.engine.running import Running
 from specla.models.base import KernelChoice, TargetModel
@@ -45,7 +45,7 @@ Tick = Callable[[int, int], None]
 @dataclass(slots=True)
 class _Round:
     """One bucket: its graphs and what they read and write. host, read, read_path: pinned.
-    features: of the driven round's nodes, where the drafter reads them."""
+    features: of the round's nodes, where the drafter reads them."""
 
     rnd: DeviceRound
     rows: RowArrays
@@ -81,6 +81,7 @@ class GraphRounds:
             self._max_rows * self._max_nodes, model.info.vocab_size, state.device
         )
         self._buckets: dict[tuple[int, int], _Round] = {}
+        self._room = self._new_room()
         self._flight = Flight()
         self.resting = False
         """A drafter of the host is not asked for now: rounds of one node need no host."""
@@ -153,6 +154,8 @@ class GraphRounds:
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
         self._plan(rows, trees, self._key[1])
         _fill_rows(self._buckets[self._key], rows, history=True)
+        if isinstance(self._drafter, ResidentDrafter):
+            self._drafter.enter([row.slot for row in rows])
 
     def _launch(self) -> list[tuple[Running, Verdict]]:
         one = self._buckets[self._key]
@@ -173,7 +176,10 @@ class GraphRounds:
 
     def _land(self) -> None:
         """The device moved the cursors: the host's copies follow."""
-        rnd = self._buckets[self._key].rnd
+        rnd, features = self._buckets[self._key].rnd, self._buckets[self._key].features
+        if isinstance(self._drafter, ResidentDrafter) and features is not None:
+            slots = [None if row.finish_reason else row.slot for row in self._flight.rows]
+            self._drafter.leave(slots, rnd, features)
         cursors = torch.stack((rnd.bank, rnd.ring_len, rnd.path_len), dim=1).tolist()
         rows = [(*row, path) for row, path in zip(cursors, rnd.path.tolist(), strict=True)]
         self._flight.land(self._state.logs, rows)
@@ -239,7 +245,7 @@ class GraphRounds:
     def _launches(self, one: _Round, drafts: bool) -> None:
         if drafts:
             assert isinstance(self._drafter, DeviceDrafter)
-            self._drafter.launch(one.rows, one.rnd)
+            self._drafter.launch(one.rows, one.rnd, one.features)
         one.logits = self._model.verify(DevicePlan(one.rnd, ()), self._state, one.features)
         choose(one.logits, one.rows, one.rnd, self._choices)
         accept(
@@ -279,7 +285,7 @@ class GraphRounds:
             read_path=torch.zeros(rnd.path.shape, dtype=torch.int32).pin_memory(),
             graphs={},
             logits=zeros(0),
-            features=self._new_features(),
+            features=self._new_features(num_rows * num_nodes),
         )
 
     def _history(self, num_nodes: int) -> int:
@@ -295,9 +301,18 @@ class GraphRounds:
             self._buckets[key] = self._new_round(*key)
         return self._buckets[key]
 
-    def _new_features(self) -> Features | None:
-        drafter = self._drafter
-        return Features(drafter.feature_layers) if isinstance(drafter, FeatureDrafter) else None
+    def _new_room(self) -> Tensor | None:
+        """Where features are; one round's at a time."""
+        if not isinstance(self._drafter, FeatureDrafter):
+            return None
+        layers, most = len(self._drafter.feature_layers), self._max_rows * self._max_nodes
+        width, model = self._model.info.hidden_size, self._model
+        return torch.zeros(layers, most, width, dtype=model.dtype, device=model.device)
+
+    def _new_features(self, num_flat: int) -> Features | None:
+        if self._room is None or not isinstance(self._drafter, FeatureDrafter):
+            return None
+        return Features(self._drafter.feature_layers, self._room[:, :num_flat])
 
     def _plan(
         self, rows: Sequence[Running], trees: Sequence[DraftTree], num_nodes: int

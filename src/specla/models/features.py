@@ -17,18 +17,31 @@ from torch import Tensor
 class Features:
     """Filled by one `prefill` or `verify` that is given it; the next one fills it anew.
 
-    layers: ids in the order in which `rows` puts them side by side.
+    layers: ids in the order in which `rows` puts them side by side. room [layers, M, D]: where
+    outputs of up to M rows are copied to, for readers that need them at fixed addresses.
     """
 
-    def __init__(self, layers: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[int], room: Tensor | None = None) -> None:
         self.layers = tuple(layers)
+        self._room = room
         self._outputs: dict[int, Tensor] = {}
 
     def take(self, layer: int, x: Tensor, *, copy: bool = False) -> None:
         """Called by the model with every layer's output x [M, D]; keeps what is wanted. copy:
         where the model goes on in the same buffer."""
-        if layer in self.layers:
-            self._outputs[layer] = x.clone() if copy else x
+        if layer not in self.layers:
+            return
+        if self._room is not None:
+            x = self._room[self.layers.index(layer), : len(x)].copy_(x)
+        elif copy:
+            x = x.clone()
+        self._outputs[layer] = x
+
+    @property
+    def room(self) -> Tensor:
+        """The room it was given."""
+        assert self._room is not None, "no room was given"
+        return self._room
 
     def rows(self, at: Sequence[int] | None = None) -> Tensor:
         """[n, layers * D] of the rows `at` (None: all), in the model's dtype."""

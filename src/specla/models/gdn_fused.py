@@ -97,7 +97,7 @@ class FusedDecoder:
         pdl: bool,
         options: Options | None = None,
     ) -> None:
-        _check(shape)
+        check_shape(shape)
         self.weights, self.shape, self._eps = _packed(weights), shape, eps
         self._gated, self._beta_scale, self._pdl = gated, beta_scale, pdl
         self.layers = [self._layer(w) for w in self.weights.blocks]
@@ -105,7 +105,7 @@ class FusedDecoder:
         self._options = options or Options()
         # The largest number of rows that each of these serves; 0: not at all.
         self._stream_rows = self._mix_rows = 0
-        if pdl and self._options.stream and _is_hopper(weights.head):
+        if pdl and self._options.stream and is_hopper(weights.head):
             self._stream()
         self.max_rows = 0
         self._kernel: KernelChoice = _walk
@@ -145,12 +145,12 @@ class FusedDecoder:
         width = self.shape.value_dim
         for layer in self.layers:
             mixes = self._options.mix and layer.o_proj.tiling.span % width == 0
-            _stream_linear(layer.o_proj, width if mixes else 0)
+            stream_linear(layer.o_proj, width if mixes else 0)
             for linear in (layer.in_proj, layer.gate_up, layer.down):
-                _stream_linear(linear)
+                stream_linear(linear)
             if mixes and layer.o_proj.stream:
                 self._mix_rows = stream.MAX_MIX_ROWS
-        _stream_linear(self.head)
+        stream_linear(self.head)
         self._stream_rows = stream.MAX_ROWS
 
     def __call__(self, rnd: DeviceRound, state: State, features: Features | None = None) -> Tensor:
@@ -260,13 +260,13 @@ def _walk(rows: int, nodes: int) -> str:
     return "walk"
 
 
-def _is_hopper(weight: Tensor) -> bool:
+def is_hopper(weight: Tensor) -> bool:
     if not weight.is_cuda or weight.dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(weight.device)[0] == 9
 
 
-def _stream_linear(linear: PackedLinear, block_k: int = 0) -> None:
+def stream_linear(linear: PackedLinear, block_k: int = 0) -> None:
     """Set `linear.stream`, if its shape allows. block_k: 0 for the shape's own."""
     from specla.ops import gemm_stream as stream
 
@@ -278,7 +278,7 @@ def _stream_linear(linear: PackedLinear, block_k: int = 0) -> None:
         linear.stream = stream.StreamLinear(linear.weight, linear.kind, span, ring)
 
 
-def _check(shape: RecurrentShape) -> None:
+def check_shape(shape: RecurrentShape) -> None:
     for name, size in (("key", shape.key_dim), ("value", shape.value_dim)):
         if size not in HEAD_DIMS:
             raise KernelUnavailable(

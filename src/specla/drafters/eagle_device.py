@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The EAGLE-GDN drafter inside a round's CUDA graph: `drafters.eagle` without the host.
+
+Prompts, joins and rounds that the host takes part in stay with `EagleDrafter`: `enter` brings its
+state up to date before the rows' rounds go to the device, `leave` takes the cursors back. What is
+launched in between: `eagle_layer`.
+
+Bits are not the host's and depend on the batch: products, sums and their order are other ones.
+A drafter's bits may (rule M accepts losslessly whatever is proposed); the same batch gives the
+same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specla.drafters.eagle import EagleDrafter
+from specla.drafters.eagle_gdn import GdnMixer
+from specla.drafters.eagle_layer import EagleLayer, Limits
+from specla.errors import ConfigError
+from specla.models.base import TargetModel
+from specla.models.features import Features
+from specla.models.gdn_fused import check_shape
+from specla.ops.contract import DeviceRound, RowArrays
+from specla.state import State
+from specla.state.rounds import bucket
+
+
+class DeviceEagle(EagleDrafter):
+    """`EagleDrafter` whose rounds on a GPU need no host; the same options.
+
+    Raises:
+        ConfigError: its mixer is not "gdn".
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        top_k: int = 4,
+        max_depth: int = 6,
+        tau: float = 6.0,
+        spine: bool = True,
+    ) -> None:
+        super().__init__(path=path, top_k=top_k, max_depth=max_depth, tau=tau, spine=spine)
+        if self.config.mixer != "gdn":
+            raise ConfigError(
+                f"drafting on the device needs mixer gdn, {path} has {self.config.mixer}; use "
+                "drafter eagle"
+            )
+        self._layer: EagleLayer | None = None
+        self._base: list[int] = []
+
+    def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
+        """Also make room on the device.
+
+        Raises:
+            KernelUnavailable: head dimensions that the kernels do not have.
+        """
+        super().bind(model, num_slots=num_slots, max_nodes=max_nodes, exact=exact)
+        check_shape(self.config.recurrent)
+        limits = Limits(
+            bucket(num_slots), max_nodes, min(self.info.max_depth, max_nodes - 1), self._top_k,
+            self._tau, self._spine,
+        )  # fmt: skip
+        self._layer = EagleLayer(self.model, limits)
+
+    @torch.inference_mode()
+    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
+        """See `DeviceDrafter`. features: of the rows' last round."""
+        assert self._layer is not None, "bind() first"
+        assert features is not None, "it reads features"
+        self._layer(rows, rnd, features.room)
+
+    @torch.inference_mode()
+    def enter(self, slots: Sequence[int]) -> None:
+        """See `ResidentDrafter`."""
+        assert self._layer is not None, "bind() first"
+        self._encode(slots)
+        logs = [self._state.logs[slot] for slot in slots]
+        self._base = [log.committed_len for log in logs]
+        values = [
+            (x.bank, len(x.path), s in self._started) for s, x in zip(slots, logs, strict=True)
+        ]
+        self._layer.load(values)
+
+    @torch.inference_mode()
+    def leave(self, slots: Sequence[int | None], rnd: DeviceRound, features: Features) -> None:
+        """See `ResidentDrafter`."""
+        assert self._layer is not None, "bind() first"
+        cursors = self._layer.read(len(slots))
+        live, lengths = rnd.num_nodes.tolist(), rnd.path_len.tolist()
+        paths, tokens = rnd.path.tolist(), rnd.tokens.tolist()
+        width = rnd.tokens.shape[1]
+        for b, (slot, base) in enumerate(zip(slots, self._base, strict=True)):
+            bank, path_len, started, fed, encoded = cursors[b]
+            if slot is None or not live[b]:
+                continue
+            committed = base + encoded - path_len
+            self._state.logs[slot].follow(committed, bank=bank, ring_len=0, path=range(path_len))
+            self._started |= {slot} if started else set()
+            if fed:
+                path = paths[b][: lengths[b]]
+                emitted = [*(tokens[b][node] for node in path[1:]), tokens[b][0]]
+                at = [b * width + node for node in path]
+                self._pending[slot] = emitted, features.rows(at)
+        self._base = []
+
+    @property
+    def _state(self) -> State:
+        mixer = self.model.mixer
+        assert isinstance(mixer, GdnMixer)
+        return mixer.state

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An EAGLE drafter's rounds on the device, in Triton's interpreter, against the eager drafter:
+the same trees round after round, the same state when the rows come back. The target is played:
+its features are noise, and what it accepts is drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_toy import toy_config, write_drafter
+from engine_harness import VOCAB, load_target, one_thread
+
+from specla.drafters import DraftRow, Observation
+from specla.drafters.base import DeviceDrafter, ResidentDrafter
+from specla.drafters.eagle import EagleDrafter
+from specla.errors import ConfigError, KernelUnavailable
+from specla.models.base import TargetModel
+from specla.models.features import Features
+from specla.ops.contract import DeviceRound, RowArrays
+from specla.state.log import Log
+from specla.state.rounds import DeviceRounds
+from specla.topology.tree import DraftTree
+
+pytest.importorskip("triton")
+from specla.drafters.eagle_device import DeviceEagle
+
+SLOTS = 3
+# K != V, two value heads per key head.
+SIZES = {"head_dim": 128, "head_v_dim": 64, "hidden_size": 48, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    return load_target(tmp_path_factory.mktemp("target"))
+
+
+class Game:
+    """Two drafters, one of them on the device, and the rows that both know."""
+
+    def __init__(
+        self, folder: Path, target: TargetModel, max_nodes: int, options: dict[str, object]
+    ) -> None:
+        self.rng, self.max_nodes = random.Random(max_nodes), max_nodes
+        self.eager = EagleDrafter(path=str(folder), **options)  # type: ignore[arg-type]
+        self.device = DeviceEagle(path=str(folder), **options)  # type: ignore[arg-type]
+        for one in (self.eager, self.device):
+            one.bind(target, num_slots=SLOTS, max_nodes=max_nodes, exact=True)
+        self.width = target.info.hidden_size
+        self.texts: dict[int, list[int]] = {}
+        self.logs = Log(0, max_nodes, 0)
+        self.room = torch.full((2, 4 * 8, self.width), float("nan"))
+        self.features = Features(self.device.feature_layers, self.room)
+        self.rounds = DeviceRounds(max_nodes, torch.device("cpu"))
+        self.drafted = self.accepted = 0
+
+    def start(self, slot: int, prompt: int) -> None:
+        """A prompt of that many tokens, in the state but for its last one."""
+        tokens = [self.rng.randrange(VOCAB) for _ in range(prompt)]
+        self.texts[slot] = tokens
+        if prompt > 1:
+            given = self.noise(prompt - 1)
+            for one in (self.eager, self.device):
+                one.prefill(slot, tokens[1:], given.transpose(0, 1).flatten(1))
+
+    def end(self, slot: int) -> None:
+        for one in (self.eager, self.device):
+            one.reset(slot)
+
+    def noise(self, rows: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.rng.randrange(2**30))
+        return torch.randn(2, rows, self.width, generator=generator)
+
+    def load(self, slots: Sequence[int], num_nodes: int) -> tuple[DeviceRound, RowArrays]:
+        """The rows are on the device, one place more than there are rows."""
+        trees = [DraftTree.root(self.texts[slot][-1]) for slot in slots]
+        rnd = self.rounds.plan(slots, [self.logs] * len(slots), trees, num_nodes=num_nodes).round
+        remaining = torch.full((rnd.slot.shape[0],), 50, dtype=torch.int32)
+        self.device.enter(slots)
+        return rnd, RowArrays(*[remaining] * 6)
+
+    def round(
+        self, slots: Sequence[int], rnd: DeviceRound, arrays: RowArrays, last: Sequence[int] = ()
+    ) -> None:
+        """Draft with both; accept something; what `last` names has one token to go."""
+        for b, slot in enumerate(slots):
+            arrays.remaining[b] = 1 if slot in last else 50
+        self.device.launch(arrays, rnd, self.features)
+        want = self.eager.draft([self.row(slot, rnd, slot in last) for slot in slots])
+        for b, tree in enumerate(want):
+            n = int(rnd.num_nodes[b])
+            got = DraftTree(rnd.tokens[b, :n].tolist(), rnd.parents[b, :n].tolist())
+            assert got == DraftTree(tree.tokens, tree.parents)
+        assert (rnd.num_nodes[len(slots) :] == 0).all()
+        self.accept(slots, rnd, want)
+
+    def row(self, slot: int, rnd: DeviceRound, is_last: bool) -> DraftRow:
+        drafts = 0 if is_last else min(self.max_nodes, rnd.tokens.shape[1]) - 1
+        return DraftRow(
+            slot=slot, tokens=self.texts[slot], num_prompt_tokens=1, max_drafts=drafts, seed=0
+        )
+
+    def accept(self, slots: Sequence[int], rnd: DeviceRound, trees: Sequence[DraftTree]) -> None:
+        """As `sampling.triton.accept` leaves a round, with features of every node."""
+        for i in range(2):
+            outputs = self.noise(rnd.tokens.numel())[0]
+            self.features.take(self.features.layers[i], outputs)
+        seen, at = [], []
+        for b, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
+            path = [0]
+            while below := [i for i, p in enumerate(tree.parents) if p == path[-1]]:
+                if self.rng.random() < 0.2:
+                    break
+                path.append(self.rng.choice(below))
+            bonus = self.rng.randrange(VOCAB)
+            emitted = (*(tree.tokens[node] for node in path[1:]), bonus)
+            rnd.path[b, : len(path)] = torch.tensor(path)
+            rnd.path_len[b], rnd.num_nodes[b], rnd.tokens[b, 0] = len(path), 1, bonus
+            self.texts[slot] += emitted
+            seen.append(Observation(slot=slot, tree=tree, path=tuple(path), emitted=emitted))
+            at += [b * rnd.tokens.shape[1] + node for node in path]
+            self.drafted, self.accepted = self.drafted + tree.num_drafts, self.accepted + len(path)
+        self.eager.feed(seen, self.features.rows(at))
+
+    def check_states(self, slots: Sequence[int]) -> None:
+        """Both say the same about every row, now that both have encoded all of it."""
+        for slot in slots:
+            self.eager._encode([slot])
+            self.device._encode([slot])
+            one, two = (x.model.roots([slot]) for x in (self.eager, self.device))
+            for a, b in zip((one.y, *one.memory), (two.y, *two.memory), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+            assert self.device._state.logs[slot].committed_len == len(self.texts[slot]) - 1
+
+
+def game(
+    tmp_path: Path, target: TargetModel, max_nodes: int, /, sizes: dict[str, object] | None = None,
+    **options: object,
+) -> Game:  # fmt: skip
+    write_drafter(tmp_path, toy_config(target.info, **{**SIZES, **(sizes or {})}))
+    return Game(tmp_path, target, max_nodes, {"tau": 50.0, **options})
+
+
+def test_rounds_on_the_device_and_back(tmp_path: Path, target: TargetModel) -> None:
+    """Rows that have features, one that has none yet, one with a single token to go, padding;
+    then another set of rows in other places, of which one slot is a new row's."""
+    play = game(tmp_path, target, 6, {"draft_vocab_size": 15}, top_k=2, max_depth=3)
+    assert isinstance(play.device, ResidentDrafter)
+    play.start(1, 7)
+    play.start(3, 1)
+    play.start(2, 3)
+    slots = [1, 3, 2]
+    rnd, arrays = play.load(slots, 6)
+    for last in ((), (2,)):
+        play.round(slots, rnd, arrays, last)
+    rnd.num_nodes[1] = 0
+    play.device.leave([1, 3, None], rnd, play.features)
+    for slot in (2, 3):
+        play.end(slot)
+    play.check_states([1])
+    play.start(2, 5)
+    slots = [2, 1]
+    rnd, arrays = play.load(slots, 2)
+    play.round(slots, rnd, arrays)
+    play.device.leave(slots, rnd, play.features)
+    play.check_states(slots)
+    assert play.accepted > 8
+
+
+def test_a_chain_and_rounds_without_drafts(tmp_path: Path, target: TargetModel) -> None:
+    """Rounds of one node still take in what the target makes of them."""
+    play = game(tmp_path, target, 8, {"fc_norm": False}, top_k=1, max_depth=3, spine=False)
+    play.start(1, 4)
+    for nodes, rounds in ((8, 1), (1, 2), (4, 1)):
+        rnd, arrays = play.load([1], nodes)
+        for _ in range(rounds):
+            play.round([1], rnd, arrays)
+        play.device.leave([1], rnd, play.features)
+    play.check_states([1])
+    assert play.drafted == 3 + 3
+
+
+def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
+    attention = write_drafter(
+        tmp_path / "a", toy_config(target.info, mixer="attention", num_v_heads=1)
+    )
+    with pytest.raises(ConfigError, match="mixer gdn"):
+        DeviceEagle(path=str(attention))
+    small = write_drafter(tmp_path / "b", toy_config(target.info))
+    drafter = DeviceEagle(path=str(small))
+    with pytest.raises(KernelUnavailable, match="got 8"):
+        drafter.bind(target, num_slots=1, max_nodes=4, exact=True)
+    assert not isinstance(EagleDrafter(path=str(small)), DeviceDrafter)
