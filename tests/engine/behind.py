@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from specla.drafters.base import Drafter, DraftRow
+from specla.drafters.base import Drafter, DraftRow, FeatureDrafter
 from specla.drafters.ngram import NgramDrafter
 from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
 from specla.engine.flight import Flight, to_verdict
 from specla.engine.graphs import GraphRounds, is_device_row
 from specla.engine.running import Running
+from specla.models.features import Features
 from specla.sampling.accept import RowLaw, Verdict, accept
 from specla.sampling.draw import InvalidLogits
 from specla.sampling.triton import FINISH_INVALID, FINISH_LENGTH, FINISH_STOP
@@ -51,6 +52,10 @@ class Behind(GraphRounds):
         self._words: list[list[Words]] = [[], []]
         self._count = 0
         self.size = (1, 1)
+        drafter = self._drafter
+        self.features = (
+            Features(drafter.feature_layers) if isinstance(drafter, FeatureDrafter) else None
+        )
 
     @property
     def launches(self) -> int:
@@ -92,10 +97,10 @@ class Behind(GraphRounds):
         if not live:
             return words
         places = [self._places[b] for b in live]
-        trees = self._device_drafter.draft([self._draft_row(place) for place in places])
+        trees = self._draft(live, places)
         with self._cursors(places):
             plan = self._state.begin([place.slot for place in places], trees)
-            logits = self._model.verify(plan, self._state)
+            logits = self._model.verify(plan, self._state, self.features)
         for b, place, tree, at in zip(live, places, trees, plan.offsets, strict=False):
             words[b], path = judge(logits, tree, at, place.law)
             place.log.commit(path)
@@ -104,6 +109,9 @@ class Behind(GraphRounds):
             place.law.history.extend(words[b][5 : 5 + count])
             place.law = replace(place.law, remaining=place.law.remaining - count)
         return words
+
+    def _draft(self, live: Sequence[int], places: Sequence[Place]) -> list[DraftTree]:
+        return self._device_drafter.draft([self._draft_row(place) for place in places])
 
     def _draft_row(self, place: Place) -> DraftRow:
         law = place.law
@@ -133,7 +141,7 @@ class Behind(GraphRounds):
         """As on a GPU."""
         self.size = bucket(len(rows)), bucket(self._max_nodes)
         plan = self._state.begin([row.slot for row in rows], trees)
-        logits = self._model.verify(plan, self._state)
+        logits = self._model.verify(plan, self._state, self.features)
         found = [
             to_verdict(*judge(logits, tree, at, row.law())) if is_device_row(row) else None
             for row, tree, at in zip(rows, trees, plan.offsets, strict=False)

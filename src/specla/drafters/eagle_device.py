@@ -51,7 +51,8 @@ class DeviceEagle(EagleDrafter):
                 "drafter eagle"
             )
         self._layer: EagleLayer | None = None
-        self._base: list[int] = []
+        # Committed tokens of the rows on the device when they came, by slot.
+        self._base: dict[int, int] = {}
 
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
         """Also make room on the device.
@@ -80,7 +81,7 @@ class DeviceEagle(EagleDrafter):
         assert self._layer is not None, "bind() first"
         self._encode(slots)
         logs = [self._state.logs[slot] for slot in slots]
-        self._base = [log.committed_len for log in logs]
+        self._base = {s: x.committed_len for s, x in zip(slots, logs, strict=True)}
         values = [
             (x.bank, len(x.path), s in self._started) for s, x in zip(slots, logs, strict=True)
         ]
@@ -94,11 +95,11 @@ class DeviceEagle(EagleDrafter):
         live, lengths = rnd.num_nodes.tolist(), rnd.path_len.tolist()
         paths, tokens = rnd.path.tolist(), rnd.tokens.tolist()
         width = rnd.tokens.shape[1]
-        for b, (slot, base) in enumerate(zip(slots, self._base, strict=True)):
-            bank, path_len, started, fed, encoded = cursors[b]
+        for b, slot in enumerate(slots):
             if slot is None or not live[b]:
                 continue
-            committed = base + encoded - path_len
+            bank, path_len, started, fed, encoded = cursors[b]
+            committed = self._base[slot] + encoded - path_len
             self._state.logs[slot].follow(committed, bank=bank, ring_len=0, path=range(path_len))
             self._started |= {slot} if started else set()
             if fed:
@@ -106,7 +107,6 @@ class DeviceEagle(EagleDrafter):
                 emitted = [*(tokens[b][node] for node in path[1:]), tokens[b][0]]
                 at = [b * width + node for node in path]
                 self._pending[slot] = emitted, features.rows(at)
-        self._base = []
 
     @property
     def _state(self) -> State:

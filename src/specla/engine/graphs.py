@@ -139,12 +139,18 @@ class GraphRounds:
                 return ended
             self._key = bucket(len(rows)), nodes
             self._load(rows)
+            if isinstance(self._drafter, ResidentDrafter):
+                self._drafter.enter([row.slot for row in rows])
         return self._launch()
 
     def settle(self) -> list[tuple[Running, Verdict]]:
         """Read the round under way, if there is one, and bring the host's cursors up to date."""
         ended = self._read() if self._flight.unread else []
         if self._flight.rows:
+            if isinstance(self._drafter, ResidentDrafter):
+                rows = self._flight.rows
+                slots = [None if row.finish_reason else row.slot for row in rows]
+                self._drafter.leave(slots, *self._last_round())
             self._land()
         return ended
 
@@ -154,8 +160,6 @@ class GraphRounds:
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
         self._plan(rows, trees, self._key[1])
         _fill_rows(self._buckets[self._key], rows, history=True)
-        if isinstance(self._drafter, ResidentDrafter):
-            self._drafter.enter([row.slot for row in rows])
 
     def _launch(self) -> list[tuple[Running, Verdict]]:
         one = self._buckets[self._key]
@@ -176,13 +180,16 @@ class GraphRounds:
 
     def _land(self) -> None:
         """The device moved the cursors: the host's copies follow."""
-        rnd, features = self._buckets[self._key].rnd, self._buckets[self._key].features
-        if isinstance(self._drafter, ResidentDrafter) and features is not None:
-            slots = [None if row.finish_reason else row.slot for row in self._flight.rows]
-            self._drafter.leave(slots, rnd, features)
+        rnd = self._buckets[self._key].rnd
         cursors = torch.stack((rnd.bank, rnd.ring_len, rnd.path_len), dim=1).tolist()
         rows = [(*row, path) for row, path in zip(cursors, rnd.path.tolist(), strict=True)]
         self._flight.land(self._state.logs, rows)
+
+    def _last_round(self) -> tuple[DeviceRound, Features]:
+        """Of the rows under way, for a drafter that reads features."""
+        one = self._buckets[self._key]
+        assert one.features is not None
+        return one.rnd, one.features
 
     def replay(self) -> Callable[[], None]:
         """The graph of the last free round, for measuring."""
