@@ -181,7 +181,7 @@ def test_nothing_to_draw(
     rounds = behind(engine)
     verify, calls = target.verify, 0
 
-    def broken(plan: object, state: object) -> torch.Tensor:
+    def broken(plan: object, state: object, features: object = None) -> torch.Tensor:
         nonlocal calls
         calls += 1
         logits = verify(plan, state).clone()  # type: ignore[arg-type]
