@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_toy import toy_config, write_drafter
-from engine_harness import VOCAB, load_target, one_thread
+from engine_harness import load_target, one_thread
 
 from specla.drafters import DraftRow, Observation
 from specla.drafters.base import DeviceDrafter, ResidentDrafter
@@ -22,7 +22,7 @@ from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.state.log import Log
-from specla.state.rounds import DeviceRounds
+from specla.state.rounds import DeviceRounds, bucket
 from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
@@ -55,17 +55,19 @@ class Game:
         self.device = DeviceEagle(path=str(folder), **options)  # type: ignore[arg-type]
         for one in (self.eager, self.device):
             one.bind(target, num_slots=SLOTS, max_nodes=max_nodes, exact=True)
-        self.width = target.info.hidden_size
+        self.target, self.width = target, target.info.hidden_size
         self.texts: dict[int, list[int]] = {}
         self.logs = Log(0, max_nodes, 0)
-        self.room = torch.full((2, 4 * 8, self.width), float("nan"))
-        self.features = Features(self.device.feature_layers, self.room)
-        self.rounds = DeviceRounds(max_nodes, torch.device("cpu"))
+        layers = self.device.feature_layers
+        size = len(layers), 4 * bucket(max_nodes), self.width
+        room = torch.full(size, float("nan"), dtype=target.dtype, device=target.device)
+        self.features = Features(layers, room)
+        self.rounds = DeviceRounds(max_nodes, target.device)
         self.drafted = self.accepted = 0
 
     def start(self, slot: int, prompt: int) -> None:
         """A prompt of that many tokens, in the state but for its last one."""
-        tokens = [self.rng.randrange(VOCAB) for _ in range(prompt)]
+        tokens = [self.rng.randrange(self.target.info.vocab_size) for _ in range(prompt)]
         self.texts[slot] = tokens
         if prompt > 1:
             given = self.noise(prompt - 1)
@@ -78,13 +80,14 @@ class Game:
 
     def noise(self, rows: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.rng.randrange(2**30))
-        return torch.randn(2, rows, self.width, generator=generator)
+        noise = torch.randn(len(self.features.layers), rows, self.width, generator=generator)
+        return noise.to(self.target.device, self.target.dtype)
 
     def load(self, slots: Sequence[int], num_nodes: int) -> tuple[DeviceRound, RowArrays]:
         """The rows are on the device, one place more than there are rows."""
         trees = [DraftTree.root(self.texts[slot][-1]) for slot in slots]
         rnd = self.rounds.plan(slots, [self.logs] * len(slots), trees, num_nodes=num_nodes).round
-        remaining = torch.full((rnd.slot.shape[0],), 50, dtype=torch.int32)
+        remaining = torch.full_like(rnd.slot, 50)
         self.device.enter(slots)
         return rnd, RowArrays(*[remaining] * 6)
 
@@ -99,9 +102,12 @@ class Game:
         for b, tree in enumerate(want):
             n = int(rnd.num_nodes[b])
             got = DraftTree(rnd.tokens[b, :n].tolist(), rnd.parents[b, :n].tolist())
-            assert got == DraftTree(tree.tokens, tree.parents)
+            self.compare(got, DraftTree(tree.tokens, tree.parents))
         assert (rnd.num_nodes[len(slots) :] == 0).all()
         self.accept(slots, rnd, want)
+
+    def compare(self, got: DraftTree, want: DraftTree) -> None:
+        assert got == want
 
     def row(self, slot: int, rnd: DeviceRound, is_last: bool) -> DraftRow:
         drafts = 0 if is_last else min(self.max_nodes, rnd.tokens.shape[1]) - 1
@@ -111,9 +117,10 @@ class Game:
 
     def accept(self, slots: Sequence[int], rnd: DeviceRound, trees: Sequence[DraftTree]) -> None:
         """As `sampling.triton.accept` leaves a round, with features of every node."""
-        for i in range(2):
-            outputs = self.noise(rnd.tokens.numel())[0]
-            self.features.take(self.features.layers[i], outputs)
+        for layer, outputs in zip(
+            self.features.layers, self.noise(rnd.tokens.numel()), strict=True
+        ):
+            self.features.take(layer, outputs)
         seen, at = [], []
         for b, (slot, tree) in enumerate(zip(slots, trees, strict=True)):
             path = [0]
@@ -121,9 +128,9 @@ class Game:
                 if self.rng.random() < 0.2:
                     break
                 path.append(self.rng.choice(below))
-            bonus = self.rng.randrange(VOCAB)
+            bonus = self.rng.randrange(self.target.info.vocab_size)
             emitted = (*(tree.tokens[node] for node in path[1:]), bonus)
-            rnd.path[b, : len(path)] = torch.tensor(path)
+            rnd.path[b, : len(path)] = torch.tensor(path).to(rnd.path)
             rnd.path_len[b], rnd.num_nodes[b], rnd.tokens[b, 0] = len(path), 1, bonus
             self.texts[slot] += emitted
             seen.append(Observation(slot=slot, tree=tree, path=tuple(path), emitted=emitted))
