@@ -7,6 +7,7 @@ What the drafter launches is played by its eager form; `slow`: by its kernels, i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ class EagerLayer:
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self._drafter = drafter
+
+    def take_in(
+        self, slots: Sequence[int], cursors: object, tokens: Sequence[Sequence[int]],
+        features: Tensor,
+    ) -> None:  # fmt: skip
+        # What commits is the caller.
+        logs = self._drafter.model.mixer.state.logs  # type: ignore[attr-defined]
+        before = [copy(logs[slot]) for slot in slots]
+        self._drafter.model.encode(slots, tokens, features)
+        for slot, log in zip(slots, before, strict=True):
+            for name in type(log).__slots__:
+                setattr(logs[slot], name, getattr(log, name))
 
     def load(self, values: Sequence[tuple[int, int, bool]]) -> None:
         self._started = [started for _, _, started in values]
@@ -98,6 +111,10 @@ class Played(DeviceEagle):
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
         EagleDrafter.bind(self, model, num_slots=num_slots, max_nodes=max_nodes, exact=exact)
         self._layer = EagerLayer(self)  # type: ignore[assignment]
+
+    @property
+    def _max_tokens(self) -> int:
+        return 3
 
 
 class Resident(Behind):
@@ -160,14 +177,16 @@ def folder(tmp_path: Path, target: TargetModel, **sizes: object) -> str:
     return str(write_drafter(tmp_path, config))
 
 
-def check(run: Run, host: Run, target: TargetModel, requests: Sequence[Request]) -> None:
+def check(
+    run: Run, host: Run, target: TargetModel, requests: Sequence[Request], accepted: int = 10
+) -> None:
     """Nothing changes, and every row's rounds are those that the host's drafter brings."""
     assert run.outcomes() == {n: outcome(c) for n, c in plain(target, requests).items()}
     for name, done in run.completions.items():
         want = host.completions[name].speculation
         assert done.speculation.acceptance_histogram == want.acceptance_histogram
         assert done.speculation.drafted == want.drafted
-    assert sum(c.speculation.accepted for c in run.completions.values()) > len(requests)
+    assert sum(c.speculation.accepted for c in run.completions.values()) >= accepted
 
 
 @pytest.mark.parametrize(("slots", "every"), [(1, 1), (3, 2), (8, 1)])
@@ -204,7 +223,7 @@ def test_an_abort_while_a_round_is_under_way(tmp_path: Path, target: TargetModel
     )  # fmt: skip
     assert len(aborted) == 3
     host = drive(make_engine(target, EagleDrafter(path=path, **OPTIONS), slots=2), good)  # type: ignore[arg-type]
-    check(run, host, target, good)
+    check(run, host, target, good, accepted=4)
 
 
 @pytest.mark.slow
@@ -215,5 +234,6 @@ def test_the_kernels_rounds(tmp_path: Path, target: TargetModel) -> None:
     requests = [FREE[1], FREE[2], FREE[7]]
     run = run_behind(engine, rounds, requests, every=3)
     drafter = EagleDrafter(path=path, **OPTIONS)  # type: ignore[arg-type]
-    check(run, drive(make_engine(target, drafter, slots=3, nodes=4), requests), target, requests)
+    host = drive(make_engine(target, drafter, slots=3, nodes=4), requests)
+    check(run, host, target, requests, accepted=2)
     assert rounds.launches > 5

@@ -133,10 +133,10 @@ class EagleDrafter:
 
     def _encode(self, slots: Sequence[int]) -> None:
         """Bring the state of these slots up to what has been accepted."""
-        limit = self.model.mixer.max_tokens
+        limit = self._max_tokens
         while waiting := [slot for slot in slots if slot in self._pending]:
             given = [self._pending.pop(slot) for slot in waiting]
-            self.model.encode(
+            self._take_in(
                 waiting,
                 [tokens[:limit] for tokens, _ in given],
                 torch.cat([features[:limit] for _, features in given]),
@@ -145,6 +145,16 @@ class EagleDrafter:
             for slot, (tokens, features) in zip(waiting, given, strict=True):
                 if len(tokens) > limit:
                     self._pending[slot] = tokens[limit:], features[limit:]
+
+    @property
+    def _max_tokens(self) -> int:
+        """Most tokens per row of one `_take_in`."""
+        return self.model.mixer.max_tokens
+
+    def _take_in(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], features: Tensor
+    ) -> None:
+        self.model.encode(slots, tokens, features)
 
     def _grow(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         if not rows:

@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from specla.drafters.eagle import EagleDrafter
+from specla.drafters.eagle_buffers import Limits
 from specla.drafters.eagle_gdn import GdnMixer
-from specla.drafters.eagle_layer import EagleLayer, Limits
+from specla.drafters.eagle_layer import EagleLayer
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.models.features import Features
@@ -107,6 +109,22 @@ class DeviceEagle(EagleDrafter):
                 emitted = [*(tokens[b][node] for node in path[1:]), tokens[b][0]]
                 at = [b * width + node for node in path]
                 self._pending[slot] = emitted, features.rows(at)
+
+    @property
+    def _max_tokens(self) -> int:
+        assert self._layer is not None, "bind() first"
+        return self._layer.max_tokens
+
+    def _take_in(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], features: Tensor
+    ) -> None:
+        """By the round's own kernels: a few launches instead of a hundred operations."""
+        assert self._layer is not None, "bind() first"
+        logs = [self._state.logs[slot] for slot in slots]
+        cursors = [(log.bank, len(log.path)) for log in logs]
+        self._layer.take_in(slots, cursors, tokens, features)
+        for log, row in zip(logs, tokens, strict=True):
+            log.commit(tuple(range(len(row))))
 
     @property
     def _state(self) -> State:

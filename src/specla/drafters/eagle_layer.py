@@ -15,13 +15,13 @@ the device anything once the buffers are there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specla.drafters import triton_eagle as kernels
 from specla.drafters import triton_grow as growing
+from specla.drafters.eagle_buffers import Buffers, Limits, Linears
 from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_model import EagleModel
 from specla.models.gdn_fused import is_hopper, stream_linear
@@ -31,26 +31,6 @@ from specla.ops.contract import DeviceRound, RowArrays
 from specla.ops.gdn import triton as gdn
 from specla.ops.gemm import MAX_ROWS, PackedLinear, pack_swiglu
 from specla.state.rounds import bucket
-
-
-class Limits(NamedTuple):
-    """Most rows, nodes and depth that a drafter is asked for, and its rules of growing."""
-
-    rows: int
-    nodes: int
-    depth: int
-    top_k: int
-    tau: float
-    spine: bool
-
-
-class _Linears(NamedTuple):
-    fc: PackedLinear
-    in_proj: PackedLinear
-    o_proj: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
-    head: PackedLinear
 
 
 class EagleLayer:
@@ -70,9 +50,8 @@ class EagleLayer:
         self._mix_rows = self._stream_rows = 0
         if self._pdl:
             self._stream()
-        self._buffers = _Buffers(self, limits)
+        self._buffers = Buffers(w, s, self._linears, limits)
         assert self._buffers.max_rows <= MAX_ROWS, "fewer slots or a smaller top_k"
-        self._target_ids = w.d2t
         assert s.num_layers == 1
 
     # ---- the host's side
@@ -87,6 +66,36 @@ class EagleLayer:
         """Cursors of the first rows: the fields of `Cursors`."""
         values: list[list[int]] = self._buffers.cursors[:, :num_rows].t().tolist()
         return values
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens per row of one `take_in`."""
+        return min(self._limits.nodes, self._limits.depth + 1)
+
+    def take_in(
+        self,
+        slots: Sequence[int],
+        cursors: Sequence[tuple[int, int]],
+        tokens: Sequence[Sequence[int]],
+        features: Tensor,
+    ) -> None:
+        """Encode accepted tokens outside a round, as a round that had accepted them. cursors: bank
+        and path_len; features [n, layers * T]: a row per token, end to end."""
+        num_rows = bucket(len(slots))
+        enc = self._buffers.encoding(num_rows, self.max_tokens)
+        width = enc.tokens.shape[1]
+        words = _told(slots, tokens, num_rows, width).to(features.device)
+        slot_of, live, lengths = words[:, :3].t().contiguous()
+        given = enc._replace(
+            slot=slot_of, num_nodes=live, path_len=lengths, tokens=words[:, 3:].contiguous()
+        )
+        at = [b * width + j for b, row in enumerate(tokens) for j in range(len(row))]
+        parts = features.unflatten(-1, (-1, self._w.embed_norm.shape[0])).transpose(0, 1)
+        room = self._buffers.take("given", len(parts), num_rows * width, parts.shape[2])
+        room[:, torch.tensor(at, device=room.device)] = parts
+        self.load([(*one, True) for one in cursors])
+        self._buffers.cursors[3].fill_(1)
+        self._encode(given, enc, kernels.Cursors(*self._buffers.cursors[:, :num_rows]), room)
 
     # ---- launches
 
@@ -163,7 +172,7 @@ class EagleLayer:
             else:
                 reading = self._reading(before, steps, num_rows * width, first, level % 2)
             growing.extend(
-                best, self._target_ids, arrays.remaining, rnd.num_nodes, tree, after, best_score,
+                best, self._w.d2t, arrays.remaining, rnd.num_nodes, tree, after, best_score,
                 rules, reading, is_first=level == 0, pdl=self._pdl,
             )  # fmt: skip
             tree = after
@@ -238,9 +247,9 @@ class EagleLayer:
     def _early(self, num_flat: int) -> bool:
         return num_flat <= self._stream_rows
 
-    def _pack(self) -> _Linears:
+    def _pack(self) -> Linears:
         w, pdl = self._w, self._pdl
-        return _Linears(
+        return Linears(
             fc=PackedLinear(w.fc, "partials", pdl=pdl),
             in_proj=PackedLinear(self._mixer.in_proj, "plain", pdl=pdl),
             o_proj=PackedLinear(self._mixer.o_proj, "partials", pdl=pdl),
@@ -262,103 +271,12 @@ class EagleLayer:
         self._stream_rows = stream.MAX_ROWS
 
 
-class _Buffers:
-    """Everything that launches write, allocated once. A buffer is a flat run of elements; each
-    use takes its first ones in the shape it needs."""
-
-    def __init__(self, layer: EagleLayer, limits: Limits) -> None:
-        w, s, linears = layer._w, layer._shape, layer._linears
-        self._limits, self._shape, device, dtype = limits, s, w.fc.device, w.fc.dtype
-        B, N, F = limits.rows, bucket(limits.nodes), min(limits.top_k, max(1, limits.nodes - 1))
-        path = bucket(min(N, limits.depth + 1))
-        self.max_rows = most = B * max(path, F)
-        self._chain = bucket(max(limits.depth, s.conv_width - 1))
-        X, D, vocab = 1 + F * max(0, limits.depth - 1), *reversed(w.head.shape)
-
-        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        self.cursors = zeros(len(kernels.Cursors._fields), B, dtype=torch.int32)
-        self._flat = {
-            "features": zeros(B * path * w.fc.shape[1], dtype=dtype),
-            "x": zeros(most * linears.in_proj.weight.shape[1], dtype=dtype),
-            "y": zeros(most * linears.in_proj.weight.shape[0], dtype=dtype),
-            "mixed": zeros(most * s.num_value_heads * s.value_dim, dtype=dtype),
-            "hidden": zeros(most * linears.down.weight.shape[1], dtype=dtype),
-            **{name: zeros(most * D, dtype=dtype) for name in ("residual", "other", "root", "h")},
-            "logits": zeros(B * F * vocab),
-            "best_score": zeros(B, dtype=torch.float64),
-            "source": zeros(B * path, dtype=torch.int32),
-            "count": zeros(3 * B, dtype=torch.int32),
-            "enc": zeros(2 * B + B * path, dtype=torch.int32),
-            **{f"tree{i}": zeros(B * (3 * N + F + 1), dtype=torch.int32) for i in range(3)},
-            **{f"score{i}": zeros(B * N, dtype=torch.float64) for i in range(3)},
-            "k": zeros(B * X * s.num_key_heads * s.key_dim),
-            "u": zeros(B * X * s.num_value_heads * s.value_dim),
-            "g": zeros(B * X * s.num_value_heads),
-            "inputs": zeros(B * X * s.conv_channels, dtype=dtype),
-            "chain": zeros(B * X * self._chain, dtype=torch.int32),
-        }
-        split = (linears.fc, linears.o_proj, linears.down)
-        self.partials = zeros(max(x.workspace_elements(most) for x in split))
-        self._workspace = gdn.Workspace.allocate(s, most, dtype, device)
-        self._best = growing.Best.allocate(B * F, vocab, min(limits.top_k, vocab), device)
-        chain = torch.arange(-1, path - 1, dtype=torch.int32, device=device)
-        self._chains = {n: chain[:n].repeat(B, 1) for n in {bucket(i + 1) for i in range(path)}}
-        self._paths = torch.arange(limits.nodes, dtype=torch.int32, device=device).repeat(B, 1)
-        self._walks = kernels.chain_walk(B, path, device)
-        self._ring_len = zeros(B, dtype=torch.int32)
-
-    def take(self, name: str, *size: int) -> Tensor:
-        """A buffer's first elements."""
-        return self._flat[name][: torch.Size(size).numel()].view(size)
-
-    def workspace(self, num_flat: int) -> gdn.Workspace:
-        """Of `prepare` and the walk, for so many nodes."""
-        return gdn.Workspace(*(x[:num_flat] for x in self._workspace))
-
-    def best(self, num_flat: int) -> growing.Best:
-        """For so many rows of logits."""
-        return growing.Best(*(x[:num_flat] for x in self._best))
-
-    def encoding(self, num_rows: int, nodes: int) -> DeviceRound:
-        """The round of re-encoding: chains of up to `nodes` nodes."""
-        width = bucket(nodes)
-        integers = self.take("enc", 2 * num_rows + num_rows * width)
-        return DeviceRound(
-            slot=integers[:num_rows],
-            num_nodes=integers[num_rows : 2 * num_rows],
-            tokens=integers[2 * num_rows :].view(num_rows, width),
-            parents=self._chains[width][:num_rows],
-            bank=self.cursors[0, :num_rows],
-            ring_len=self._ring_len[:num_rows],
-            path_len=self.cursors[1, :num_rows],
-            path=self._paths[:num_rows],
-            walk=self._walks[:num_rows],
-        )
-
-    def steps(self, num_rows: int, count: int) -> kernels.Steps:
-        """Draft-time factors of so many steps per row."""
-        s = self._shape
-        return kernels.Steps(
-            k=self.take("k", num_rows, count, s.num_key_heads, s.key_dim),
-            u=self.take("u", num_rows, count, s.num_value_heads, s.value_dim),
-            g=self.take("g", num_rows, count, s.num_value_heads),
-            inputs=self.take("inputs", num_rows, count, s.conv_channels),
-            chain=self.take("chain", num_rows, count, self._chain),
-        )
-
-    def grown(self, i: int, num_rows: int, num_nodes: int, width: int) -> growing.Grown:
-        """One of three results of a level; the first is the root's alone."""
-        size = num_rows * num_nodes
-        words = self.take(f"tree{i}", 3 * size + num_rows * (width + 1))
-        tokens, parents, spine = words[: 3 * size].view(3, num_rows, num_nodes)
-        return growing.Grown(
-            tokens=tokens,
-            parents=parents,
-            num_nodes=words[3 * size : 3 * size + num_rows],
-            score=self.take(f"score{i}", num_rows, num_nodes),
-            spine=spine,
-            place=words[3 * size + num_rows :].view(num_rows, width),
-            count=self.take("count", 3, self._limits.rows)[i, :num_rows],
-        )
+def _told(
+    slots: Sequence[int], tokens: Sequence[Sequence[int]], num_rows: int, width: int
+) -> Tensor:
+    """int32 [num_rows, 3 + width] on the host: slot, whether it is live, how many tokens, and
+    the tokens of nodes 0 .. n - 1, of which node 0's is the last: it is the next tree's root."""
+    words = torch.zeros(num_rows, 3 + width, dtype=torch.int32)
+    for b, (slot, row) in enumerate(zip(slots, tokens, strict=True)):
+        words[b, : 3 + len(row)] = torch.tensor([slot, 1, len(row), row[-1], *row[:-1]])
+    return words
