@@ -29,7 +29,7 @@ from specla.models.gdn_weights import BlockWeights
 from specla.ops import rows
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.ops.gdn import triton as gdn
-from specla.ops.gemm import MAX_ROWS, PackedLinear, pack_swiglu
+from specla.ops.gemm import MAX_ROWS, PackedLinear, pack_swiglu, tiling_for
 from specla.state.rounds import bucket
 
 
@@ -252,11 +252,18 @@ class EagleLayer:
         return Linears(
             fc=PackedLinear(w.fc, "partials", pdl=pdl),
             in_proj=PackedLinear(self._mixer.in_proj, "plain", pdl=pdl),
-            o_proj=PackedLinear(self._mixer.o_proj, "partials", pdl=pdl),
+            o_proj=self._by_heads(self._mixer.o_proj),
             gate_up=PackedLinear(pack_swiglu(w.gate_up), "swiglu", pdl=pdl),
             down=PackedLinear(w.down, "partials", pdl=pdl),
             head=PackedLinear(w.head, "plain", pdl=pdl),
         )
+
+    def _by_heads(self, weight: Tensor) -> PackedLinear:
+        """o_proj in spans of whole heads, so that it can make its own x (`ops.gemm_stream`)."""
+        tiling = tiling_for(*weight.shape, "partials")
+        unit = max(self._shape.value_dim, tiling.block_k)
+        tiling = tiling._replace(span=-(-tiling.span // unit) * unit)
+        return PackedLinear(weight, "partials", tiling=tiling, pdl=self._pdl)
 
     def _stream(self) -> None:
         """Serve few rows by `ops.gemm_stream`, as the target does."""

@@ -191,7 +191,7 @@ def extend(
         T_BLOCK=triton.next_power_of_2(inputs),
         D_BLOCK=triton.next_power_of_2(hidden),
         PDL=pdl,
-        num_warps=4,
+        num_warps=8,
         launch_pdl=pdl,
     )
 
