@@ -260,7 +260,8 @@ class EagleLayer:
 
     def _by_heads(self, weight: Tensor) -> PackedLinear:
         """o_proj in spans of whole heads, so that it can make its own x (`ops.gemm_stream`)."""
-        tiling = tiling_for(*weight.shape, "partials")
+        outputs, inputs = weight.shape
+        tiling = tiling_for(outputs, inputs, "partials")
         unit = max(self._shape.value_dim, tiling.block_k)
         tiling = tiling._replace(span=-(-tiling.span // unit) * unit)
         return PackedLinear(weight, "partials", tiling=tiling, pdl=self._pdl)
