@@ -27,6 +27,11 @@ from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
 from specla.drafters.eagle_device import DeviceEagle
+from specla.ops.rows import INTERPRET
+
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRET, reason="this target is a CPU's; tests/engine/test_gpu_eagle.py plays another"
+)
 
 SLOTS = 3
 # K != V, two value heads per key head.
@@ -157,6 +162,7 @@ def game(
     return Game(tmp_path, target, max_nodes, {"tau": 50.0, **options})
 
 
+@needs_interpreter
 def test_rounds_on_the_device_and_back(tmp_path: Path, target: TargetModel) -> None:
     """Rows that have features, one that has none yet, one with a single token to go, padding;
     then another set of rows in other places, of which one slot is a new row's."""
@@ -183,6 +189,7 @@ def test_rounds_on_the_device_and_back(tmp_path: Path, target: TargetModel) -> N
     assert play.accepted > 8
 
 
+@needs_interpreter
 def test_a_chain_and_rounds_without_drafts(tmp_path: Path, target: TargetModel) -> None:
     """Rounds of one node still take in what the target makes of them."""
     play = game(tmp_path, target, 8, {"fc_norm": False}, top_k=1, max_depth=3, spine=False)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,8 +23,16 @@ from specla.drafters.triton_grow import (
     extend,
     top_blocks,
 )
+from specla.ops.rows import INTERPRET
 
 GARBAGE = 10**6
+DEVICE = "cpu" if INTERPRET else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def on_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
 
 
 def int32(*size: int) -> torch.Tensor:
@@ -39,11 +48,12 @@ def new_grown(rows: int, nodes: int, width: int) -> Grown:
 def logits_after(seed: int, path: tuple[int, ...], vocab: int) -> torch.Tensor:
     """Few values, so that ties abound within a row and across rows."""
     rng = np.random.default_rng(abs(hash((seed, path))))
-    return torch.from_numpy(rng.choice(np.float32([0, 1, 2, 3.5, 5]), vocab))
+    return torch.from_numpy(rng.choice(np.float32([0, 1, 2, 3.5, 5]), vocab)).to(DEVICE)
 
 
 def children(x: torch.Tensor, top_k: int, best: Best, m: int) -> tuple[list[int], list[float]]:
     """The likeliest tokens, the lowest id among equals, with the kernel's own softmax total."""
+    x, best = x.cpu(), Best(*(part.cpu() for part in best))
     ids = sorted(range(len(x)), key=lambda i: (-float(x[i]), i))[:top_k]
     top = best.top[m].max().numpy()
     total = np.float32(0)
@@ -129,7 +139,7 @@ class Grower:
             for j in range(int(tree.count[b])):
                 place = int(tree.place[b, j]) if len(paths) > 1 else 0
                 logits[b * per_row + j] = logits_after(seed, paths[place], self.vocab)
-        best = Best.allocate(rows * per_row, self.vocab, self.rules.top_k, "cpu")
+        best = Best.allocate(rows * per_row, self.vocab, self.rules.top_k, DEVICE)
         for tensor in best:
             tensor.fill_(77)
         top_blocks(logits, tree.count, best)
@@ -192,7 +202,7 @@ def test_the_best_of_several_blocks() -> None:
     logits[2] = float("-inf")
     logits[2, [2 * BLOCK, 5]] = torch.tensor([0.0, -0.0])
     rows, count = 4, torch.tensor([1, 1, 1, 0], dtype=torch.int32)
-    best = Best.allocate(rows, vocab, 3, "cpu")
+    best = Best.allocate(rows, vocab, 3, DEVICE)
     before, after = new_grown(rows, 8, 3), new_grown(rows, 8, 3)
     before.tokens[:, 0] = torch.arange(rows)
     before.count[:] = count
@@ -212,7 +222,7 @@ def test_the_best_of_several_blocks() -> None:
 
 
 def test_rows_that_are_not_live_stay_as_they_are() -> None:
-    best = Best.allocate(2, 10, 2, "cpu")
+    best = Best.allocate(2, 10, 2, DEVICE)
     before, after = new_grown(2, 4, 2), new_grown(2, 4, 2)
     before.count[:], before.tokens[:, 0] = 1, 3
     top_blocks(torch.arange(20.0).view(2, 10), before.count, best)

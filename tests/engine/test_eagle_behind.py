@@ -31,6 +31,7 @@ from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
 from specla.drafters.eagle_device import DeviceEagle
+from specla.ops.rows import INTERPRET
 
 OPTIONS: dict[str, object] = {"tau": 50.0, "top_k": 2, "max_depth": 3}
 FREE = [
@@ -227,13 +228,14 @@ def test_an_abort_while_a_round_is_under_way(tmp_path: Path, target: TargetModel
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not INTERPRET, reason="its target is a CPU's")
 def test_the_kernels_rounds(tmp_path: Path, target: TargetModel) -> None:
     path = folder(tmp_path, target, head_dim=64, head_v_dim=128)
     engine = make_engine(target, DeviceEagle(path=path, **OPTIONS), slots=2, nodes=4)  # type: ignore[arg-type]
     rounds = resident(engine)
-    requests = [FREE[1], FREE[2], FREE[7]]
+    requests = [request("loop", LOOP, seed=2, max_tokens=12), FREE[2], FREE[7]]
     run = run_behind(engine, rounds, requests, every=3)
     drafter = EagleDrafter(path=path, **OPTIONS)  # type: ignore[arg-type]
     host = drive(make_engine(target, drafter, slots=3, nodes=4), requests)
-    check(run, host, target, requests, accepted=2)
+    check(run, host, target, requests, accepted=1)
     assert rounds.launches > 5

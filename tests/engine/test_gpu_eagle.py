@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An EAGLE drafter inside the round's graph, on a GPU: it changes no token, its runs repeat, and
+its trees are the eager drafter's. GDN-1.3B's shape in a few layers, random weights.
+
+    pytest -m gpu tests/engine/test_gpu_eagle.py
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_toy import toy_config, write_drafter
+from test_eagle_device import Game
+
+from specla.bench.random_model import RandomGDN, gdn_1_3b
+from specla.drafters.base import Drafter
+from specla.drafters.eagle_device import DeviceEagle
+from specla.drafters.none import NoDrafter
+from specla.engine.engine import Engine
+from specla.request import Request, SamplingParams
+from specla.state import State
+from specla.topology.tree import DraftTree
+
+pytestmark = pytest.mark.gpu
+# Half as wide as the target.
+SIZES = {
+    **{"hidden_size": 1024, "intermediate_size": 2816, "num_heads": 4, "num_v_heads": 4},
+    **{"head_dim": 256, "head_v_dim": 256, "draft_vocab_size": 8192, "target_fingerprint": None},
+}
+
+
+@cache
+def target(layers: int, dtype: torch.dtype) -> RandomGDN:
+    return gdn_1_3b(layers=layers, dtype=dtype)
+
+
+def folder(tmp_path: Path, model: RandomGDN) -> str:
+    return str(write_drafter(tmp_path, toy_config(model.info, **SIZES)))
+
+
+class Counting(Game):
+    """Counts what the two trees of a row have in common."""
+
+    shared = most = 0
+
+    def compare(self, got: DraftTree, want: DraftTree) -> None:
+        paths = [
+            {tuple(t.tokens[n] for n in t.path_to(i)) for i in range(1, t.num_nodes)}
+            for t in (got, want)
+        ]
+        self.shared += len(paths[0] & paths[1])
+        self.most += max(map(len, paths))
+
+
+def test_the_trees_are_the_eager_drafters(tmp_path: Path) -> None:
+    """In float32; sums in another order may settle a near tie otherwise."""
+    model = target(2, torch.float32)
+    options: dict[str, object] = {"tau": 50.0, "top_k": 4, "max_depth": 5}
+    play = Counting(Path(folder(tmp_path, model)), model, 16, options)
+    slots = [1, 2, 3]
+    for slot, prompt in zip(slots, (70, 1, 9), strict=True):
+        play.start(slot, prompt)
+    rnd, arrays = play.load(slots, 16)
+    for last in ((), (), (2,), ()):
+        play.round(slots, rnd, arrays, last)
+    play.device.leave(slots, rnd, play.features)
+    play.check_states(slots)
+    assert play.most > 100
+    assert play.shared / play.most > 0.95
+
+
+def decode(drafter: Drafter, max_nodes: int) -> tuple[dict[str, tuple[int, ...]], object]:
+    model = target(6, torch.bfloat16)
+    state = State(
+        model.info.recurrent, num_slots=4, max_nodes=max_nodes, log_capacity=16,
+        dtype=model.dtype, device=model.device,
+    )  # fmt: skip
+    engine = Engine(model, state, drafter, mode="exact", prefill_chunk=256, budget="off")
+    for i in range(7):
+        params = SamplingParams(
+            temperature=0.8 * (i % 3 == 2), max_tokens=40 + 7 * i, ignore_eos=True
+        )
+        prompt = tuple((37 * i + 11 * j) % 31000 + 5 for j in range(1 + 9 * i))
+        engine.add(
+            Request(request_id=str(i), prompt=None, prompt_token_ids=prompt, params=params, seed=i)
+        )
+    done = {}
+    while engine.has_work:
+        done |= {d.request_id: d.completion for d in engine.step() if d.completion is not None}
+    tokens = {name: completion.token_ids for name, completion in done.items()}
+    return tokens, {name: c.speculation for name, c in done.items()}
+
+
+def test_no_token_changes_and_runs_repeat(tmp_path: Path) -> None:
+    plain, _ = decode(NoDrafter(), 1)
+    path = folder(tmp_path, target(6, torch.bfloat16))
+    one, two = (decode(DeviceEagle(path=path), 16) for _ in "ab")
+    assert one[0] == plain
+    assert one == two
