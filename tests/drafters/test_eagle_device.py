@@ -213,4 +213,10 @@ def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
     drafter = DeviceEagle(path=str(small))
     with pytest.raises(KernelUnavailable, match="got 8"):
         drafter.bind(target, num_slots=1, max_nodes=4, exact=True)
+    with pytest.raises(ConfigError, match="top_k"):
+        DeviceEagle(path=str(small), top_k=9)
+    large = write_drafter(tmp_path / "c", toy_config(target.info, **SIZES))
+    drafter = DeviceEagle(path=str(large), max_depth=7)
+    with pytest.raises(ConfigError, match="1024 rows at once, got 256 slots of 8"):
+        drafter.bind(target, num_slots=200, max_nodes=8, exact=True)
     assert not isinstance(EagleDrafter(path=str(small)), DeviceDrafter)

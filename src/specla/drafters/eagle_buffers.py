@@ -11,9 +11,10 @@ from torch import Tensor
 from specla.drafters import triton_eagle as kernels
 from specla.drafters import triton_grow as growing
 from specla.drafters.eagle_model import EagleWeights
+from specla.errors import ConfigError
 from specla.ops.contract import DeviceRound, RecurrentShape
 from specla.ops.gdn import triton as gdn
-from specla.ops.gemm import PackedLinear
+from specla.ops.gemm import MAX_ROWS, PackedLinear
 from specla.state.rounds import bucket
 
 
@@ -49,7 +50,12 @@ class Buffers:
         self._limits, self._shape, device, dtype = limits, s, w.fc.device, w.fc.dtype
         B, N, F = limits.rows, bucket(limits.nodes), min(limits.top_k, max(1, limits.nodes - 1))
         path = bucket(min(N, limits.depth + 1))
-        self.max_rows = most = B * max(path, F)
+        most = B * max(path, F)
+        if most > MAX_ROWS:
+            raise ConfigError(
+                f"drafting on the device takes at most {MAX_ROWS} rows at once, got {B} slots of "
+                f"{max(path, F)}; use fewer slots, a smaller max_depth or top_k"
+            )
         self._chain = bucket(max(limits.depth, s.conv_width - 1))
         X, D, vocab = 1 + F * max(0, limits.depth - 1), *reversed(w.head.shape)
 

@@ -21,6 +21,7 @@ from specla.drafters.eagle import EagleDrafter
 from specla.drafters.eagle_buffers import Limits
 from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_layer import EagleLayer
+from specla.drafters.options import require_int
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.models.features import Features
@@ -29,12 +30,15 @@ from specla.ops.contract import DeviceRound, RowArrays
 from specla.state import State
 from specla.state.rounds import bucket
 
+MAX_TOP_K = 8
+"""All pairs of a tree's nodes and a level's children are compared at once."""
+
 
 class DeviceEagle(EagleDrafter):
-    """`EagleDrafter` whose rounds on a GPU need no host; the same options.
+    """`EagleDrafter` whose rounds on a GPU need no host; the same options, top_k up to MAX_TOP_K.
 
     Raises:
-        ConfigError: its mixer is not "gdn".
+        ConfigError: another option out of range, or its mixer is not "gdn".
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class DeviceEagle(EagleDrafter):
         tau: float = 6.0,
         spine: bool = True,
     ) -> None:
+        require_int("top_k", top_k, 1, MAX_TOP_K)
         super().__init__(path=path, top_k=top_k, max_depth=max_depth, tau=tau, spine=spine)
         if self.config.mixer != "gdn":
             raise ConfigError(
@@ -61,6 +66,7 @@ class DeviceEagle(EagleDrafter):
 
         Raises:
             KernelUnavailable: head dimensions that the kernels do not have.
+            ConfigError: more rows in a launch than the products take.
         """
         super().bind(model, num_slots=num_slots, max_nodes=max_nodes, exact=exact)
         check_shape(self.config.recurrent)
