@@ -95,6 +95,22 @@ def test_a_binary_tree_replays_less_than_half_of_its_nodes() -> None:
     assert len(operations) == 16 + 6
 
 
+@pytest.mark.parametrize(("num_nodes", "parts", "longest"), [(16, 2, 10), (16, 4, 7), (32, 4, 13)])
+def test_parts_of_a_binary_tree_have_checkpoints_of_their_own(
+    num_nodes: int, parts: int, longest: int
+) -> None:
+    binary = (-1, *((i - 1) // 2 for i in range(1, num_nodes)))
+    (compiled,) = walks([binary], num_nodes, parts)
+    follow(binary, compiled)
+    assert max(map(len, compiled)) == longest
+
+
+def test_parts_beyond_a_trees_nodes_are_empty() -> None:
+    (compiled,) = walks([(-1, 0)], 8, 4)
+    follow((-1, 0), compiled)
+    assert sorted(map(len, compiled)) == [0, 0, 1, 2]
+
+
 def test_idle_rows_do_nothing() -> None:
     assert walks([()], 4) == [[[]]]
 

@@ -18,8 +18,9 @@ At most N walks and N^2 / 12 replays: a light subtree has at most half of the no
 cannot ask for more than (m / 2)^2 replays. `capacity` leaves room for N^2 / 8.
 
 A row's walk may be cut into P parts for P programs, where one program's latency is what counts:
-each takes a run of nodes in the order above, after walking the ancestors of its first one. Nodes
-that several parts walk get the same bits from each.
+each takes a run of nodes in the order above and their ancestors, and walks these as a tree of
+their own, with a heavy path of its own: of a binary tree of 16 in two parts, 9 and 10 operations.
+Nodes that several parts walk get the same bits from each.
 """
 
 from __future__ import annotations
@@ -41,17 +42,18 @@ def capacity(max_nodes: int) -> int:
 
 
 def compile_walks(rnd: DeviceRound) -> None:
-    """Fill rnd.walk [B, P, words] from rnd.parents and rnd.num_nodes; one program per row, no
-    host work."""
+    """Fill rnd.walk [B, P, words] from rnd.parents and rnd.num_nodes; one program per row and
+    part, no host work."""
     num_rows, num_nodes = rnd.parents.shape
     block = max(2, triton.next_power_of_2(num_nodes))
-    _compile_kernel[(num_rows,)](
+    parts = rnd.walk.shape[1]
+    _compile_kernel[(num_rows, parts)](
         rnd.parents,
         rnd.num_nodes,
         rnd.walk,
         num_nodes,
         rnd.walk.shape[2],
-        PARTS=rnd.walk.shape[1],
+        PARTS=parts,
         BLOCK=block,
         num_warps=4 if block > 16 else 1,
     )
@@ -69,6 +71,22 @@ def _down(x, row, column):
     return tl.sum(tl.where(row[:, None] == column[None, :], x[:, None], 0), axis=0)
 
 
+@triton.jit
+def _visits(above, live, live_a, parent, parent_a, i, a):
+    """Of live nodes, by column: how many nodes after its parent one is visited, and how many
+    siblings come later."""
+    size_a = tl.sum(above, axis=0)
+    size = _across(size_a, i, a)
+    # Matrix [s, a]: sibling s is visited before a.
+    siblings = (parent[:, None] == parent_a[None, :]) & (i[:, None] != a[None, :])
+    siblings = siblings & live[:, None] & live_a[None, :]
+    smaller = (size[:, None] < size_a[None, :]) | (
+        (size[:, None] == size_a[None, :]) & (i[:, None] > a[None, :])
+    )
+    step_a = 1 + tl.sum(tl.where(siblings & smaller, size[:, None], 0), axis=0)
+    return step_a, tl.sum((siblings & (smaller == 0)).to(tl.int32), axis=0)
+
+
 @triton.jit(do_not_specialize=["num_columns", "stride"])
 def _compile_kernel(
     parents_ptr,
@@ -79,16 +97,17 @@ def _compile_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    b = tl.program_id(0)
+    b, part = tl.program_id(0), tl.program_id(1)
     n = tl.load(num_nodes_ptr + b)
     parents_ptr += b * num_columns
     i = tl.arange(0, BLOCK)  # rows: a node
     a = tl.arange(0, BLOCK)  # columns: one of its ancestors, or another node
-    parent = tl.load(parents_ptr + i, mask=i < n, other=-1)
-    parent_a = tl.load(parents_ptr + a, mask=a < n, other=-1)
+    live, live_a = i < n, a < n
+    parent = tl.load(parents_ptr + i, mask=live, other=-1)
+    parent_a = tl.load(parents_ptr + a, mask=live_a, other=-1)
 
     # Ancestors and self, and the depth, by climbing from all nodes at once.
-    above = ((i[:, None] == a[None, :]) & (i[:, None] < n)).to(tl.int32)
+    above = ((i[:, None] == a[None, :]) & live[:, None]).to(tl.int32)
     depth = tl.zeros([BLOCK], tl.int32)
     climb = parent
     while tl.max(climb, axis=0) >= 0:
@@ -96,55 +115,38 @@ def _compile_kernel(
         depth += (climb >= 0).to(tl.int32)
         climb = tl.load(parents_ptr + climb, mask=climb >= 0, other=-1)
 
-    size_a = tl.sum(above, axis=0)
-    size = _across(size_a, i, a)
-    num_children_a = tl.sum(
-        ((parent[:, None] == a[None, :]) & (i[:, None] < n)).to(tl.int32), axis=0
-    )
+    if PARTS > 1:
+        # From here on the tree is the part's nodes and their ancestors.
+        step_a, _ = _visits(above, live, live_a, parent, parent_a, i, a)
+        position = tl.sum(above * step_a[None, :], axis=1) - 1
+        mine = (position * PARTS // tl.maximum(n, 1) == part) & live
+        live_a = tl.max(above * mine.to(tl.int32)[:, None], axis=0) > 0
+        live = _across(live_a.to(tl.int32), i, a) > 0
+        above = above * live.to(tl.int32)[:, None]
 
-    # Matrix [s, a]: sibling s is visited before a.
-    siblings = (parent[:, None] == parent_a[None, :]) & (i[:, None] != a[None, :])
-    siblings = siblings & (i[:, None] < n) & (a[None, :] < n)
-    smaller = (size[:, None] < size_a[None, :]) | (
-        (size[:, None] == size_a[None, :]) & (i[:, None] > a[None, :])
-    )
-    step_a = 1 + tl.sum(tl.where(siblings & smaller, size[:, None], 0), axis=0)
-    not_last_a = tl.sum((siblings & (smaller == 0)).to(tl.int32), axis=0)
-
+    step_a, not_last_a = _visits(above, live, live_a, parent, parent_a, i, a)
     position = tl.sum(above * step_a[None, :], axis=1) - 1
-    is_heavy = (tl.sum(above * not_last_a[None, :], axis=1) == 0) & (i < n)
+    is_heavy = (tl.sum(above * not_last_a[None, :], axis=1) == 0) & live
     is_heavy_a = _down(is_heavy.to(tl.int32), i, a)
     strict = above * (i[:, None] != a[None, :]).to(tl.int32)
     # The checkpoint's depth: of the deepest heavy ancestor.
     base = tl.sum(strict * is_heavy_a[None, :], axis=1) - 1
     goes_on = (_across(step_a, i, a) == 1) | (depth == 0)
-    replays = tl.where(goes_on | (i >= n), 0, depth - 1 - base)
+    replays = tl.where(goes_on | (live == 0), 0, depth - 1 - base)
 
-    # Where a part begins, all of the first node's ancestors are walked.
-    position_a = _down(position, i, a)
-    part = position * PARTS // tl.maximum(n, 1)
-    part_a = _down(part, i, a)
-    same_part = (part_a[None, :] == part[:, None]) & (a[None, :] < n)
-    earlier = same_part & (position_a[None, :] < position[:, None])
-    is_first = tl.sum(earlier.to(tl.int32), axis=1) == 0
-    again = tl.where(is_first, depth, replays)
-    base = tl.where(is_first, -1, base)
-    length_a = 1 + _down(again, i, a)
-    start = tl.sum(tl.where(earlier, length_a[None, :], 0), axis=1)
-
-    words = walk_ptr + (b * PARTS + part) * stride + 1
-    save = (is_heavy & (_across(num_children_a, i, a) > 1)).to(tl.int32) * _SAVE
-    restore = ((goes_on == 0) & (again == 0) & (is_first == 0)).to(tl.int32) * _RESTORE
-    tl.store(words + start + again, i | _WALK | save | restore, mask=i < n)
+    earlier = live_a[None, :] & (_down(position, i, a)[None, :] < position[:, None])
+    start = tl.sum(tl.where(earlier, 1 + _down(replays, i, a)[None, :], 0), axis=1)
+    walk_ptr += (b * PARTS + part) * stride
+    words = walk_ptr + 1
+    children_a = tl.sum(((parent[:, None] == a[None, :]) & live[:, None]).to(tl.int32), axis=0)
+    save = (is_heavy & (_across(children_a, i, a) > 1)).to(tl.int32) * _SAVE
+    restore = ((goes_on == 0) & (replays == 0)).to(tl.int32) * _RESTORE
+    tl.store(words + start + replays, i | _WALK | save | restore, mask=live)
     order = _down(depth, i, a)[None, :] - base[:, None] - 1
-    walked = (is_first.to(tl.int32)[:, None]) * (_WALK | _down(save, i, a)[None, :])
-    begin = ((order == 0) & (is_first == 0)[:, None]).to(tl.int32) * _RESTORE
+    begin = (order == 0).to(tl.int32) * _RESTORE
     tl.store(
-        words[:, None] + start[:, None] + order,
-        a[None, :] | walked | begin,
-        mask=(strict > 0) & (order >= 0) & (again[:, None] > 0) & (i[:, None] < n),
+        words + start[:, None] + order,
+        a[None, :] | begin,
+        mask=(strict > 0) & (order >= 0) & (replays[:, None] > 0),
     )
-    counts = tl.arange(0, PARTS)
-    inside = (part[:, None] == counts[None, :]) & (i[:, None] < n)
-    total = tl.sum(tl.where(inside, 1 + again[:, None], 0), axis=0)
-    tl.store(walk_ptr + (b * PARTS + counts) * stride, total)
+    tl.store(walk_ptr, tl.sum(tl.where(live, 1 + replays, 0), axis=0))
