@@ -95,7 +95,7 @@ def test_a_binary_tree_replays_less_than_half_of_its_nodes() -> None:
     assert len(operations) == 16 + 6
 
 
-@pytest.mark.parametrize(("num_nodes", "parts", "longest"), [(16, 2, 10), (16, 4, 7), (32, 4, 13)])
+@pytest.mark.parametrize(("num_nodes", "parts", "longest"), [(16, 2, 10), (16, 4, 6), (32, 4, 11)])
 def test_parts_of_a_binary_tree_have_checkpoints_of_their_own(
     num_nodes: int, parts: int, longest: int
 ) -> None:
@@ -106,9 +106,10 @@ def test_parts_of_a_binary_tree_have_checkpoints_of_their_own(
 
 
 def test_parts_beyond_a_trees_nodes_are_empty() -> None:
-    (compiled,) = walks([(-1, 0)], 8, 4)
-    follow((-1, 0), compiled)
-    assert sorted(map(len, compiled)) == [0, 0, 1, 2]
+    tree = (-1, 0, 0, 0)
+    (compiled,) = walks([tree], 8, 4)
+    follow(tree, compiled)
+    assert sorted(map(len, compiled)) == [0, 0, 2, 3]
 
 
 def test_idle_rows_do_nothing() -> None:

@@ -19,8 +19,9 @@ cannot ask for more than (m / 2)^2 replays. `capacity` leaves room for N^2 / 8.
 
 A row's walk may be cut into P parts for P programs, where one program's latency is what counts:
 each takes a run of nodes in the order above and their ancestors, and walks these as a tree of
-their own, with a heavy path of its own: of a binary tree of 16 in two parts, 9 and 10 operations.
-Nodes that several parts walk get the same bits from each.
+their own, with a heavy path of its own. The first part is two nodes longer: its nodes' ancestors
+are its own. A binary tree of 32 in four parts takes 11 operations in each. Nodes that several
+parts walk get the same bits from each.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from specla.ops.contract import DeviceRound
 WALK, RESTORE, SAVE = 1 << 8, 1 << 9, 1 << 10
 NODE_MASK = 255
 MAX_NODES = 64
+_HEAD = tl.constexpr(2)  # nodes that the first part has more
 _WALK, _RESTORE, _SAVE = tl.constexpr(WALK), tl.constexpr(RESTORE), tl.constexpr(SAVE)
 
 
@@ -119,7 +121,8 @@ def _compile_kernel(
         # From here on the tree is the part's nodes and their ancestors.
         step_a, _ = _visits(above, live, live_a, parent, parent_a, i, a)
         position = tl.sum(above * step_a[None, :], axis=1) - 1
-        mine = (position * PARTS // tl.maximum(n, 1) == part) & live
+        beyond = tl.maximum(position - _HEAD, 0)
+        mine = (beyond * PARTS // tl.maximum(n - _HEAD, 1) == part) & live
         live_a = tl.max(above * mine.to(tl.int32)[:, None], axis=0) > 0
         live = _across(live_a.to(tl.int32), i, a) > 0
         above = above * live.to(tl.int32)[:, None]
