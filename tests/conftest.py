@@ -28,7 +28,7 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
-POISONED = ("ops", "state", "engine", "models")
+POISONED = ("ops", "state", "engine", "models", "drafters")
 
 
 @pytest.fixture(scope="module", autouse=True)

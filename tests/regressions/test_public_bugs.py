@@ -107,7 +107,7 @@ def test_case_02_prompts_as_short_as_a_round(
     prefill = model.prefill
     skipped = 3
 
-    def skip(tokens: Sequence[int], slot: int, state: State) -> None:
+    def skip(tokens: Sequence[int], slot: int, state: State, features: object = None) -> None:
         if len(tokens) == skipped:
             state.advance(slot, len(tokens))
         else:
@@ -201,7 +201,7 @@ def test_case_12_lengths_in_a_batch_do_not_mix(
     assert is_clean()
     prefill = target.prefill
 
-    def padded(tokens: Sequence[int], slot: int, state: State) -> None:
+    def padded(tokens: Sequence[int], slot: int, state: State, features: object = None) -> None:
         prefill((*[0] * (16 - len(tokens)), *tokens), slot, state)
         state.logs[slot].durable_len -= 16 - len(tokens)
 
