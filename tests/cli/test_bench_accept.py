@@ -46,6 +46,7 @@ def test_the_demo_model_for_real(capsys: CAPTURE, tmp_path: Path) -> None:
     [
         ("--mode plain", "must be exact or fast"),
         ("--prompts 0", "--prompts must be >= 1"),
+        ("--record", "--record must come with --texts"),
         ("--suite nowhere", "folder with some"),
         ("--drafter none", "nothing to accept"),
         ("--temperature -1", "temperature must be"),

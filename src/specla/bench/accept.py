@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specla.bench.measure import LOOP_WINDOW, Prompt, is_looping
+from specla.bench.measure import LOOP_WINDOW, Prompt
 from specla.bench.table import spread
 from specla.drafters.base import Observation
 from specla.request import Completion
 
 TOP = (1, 2, 4, 8)
-# Ends of the windows in which repetition is looked for, in tokens.
-STRIDE = 16
+# Longest stretch whose repetition is looked for, in tokens, and how often it must stand there.
+PERIOD, COPIES = 64, 3
 Watched = Sequence[tuple[str, Observation]]
 """Requests' ids and what became of their trees in a round."""
 
@@ -206,9 +206,20 @@ def figures(tallies: Iterable[Tally]) -> Figures:
 
 
 def has_loop(token_ids: Sequence[int]) -> bool:
-    """Whether some 64 tokens repeat with a period of at most 16, wherever they stand."""
-    ends = [*range(LOOP_WINDOW, len(token_ids), STRIDE), len(token_ids)]
-    return any(is_looping(token_ids[:end]) for end in ends)
+    """Whether a stretch of at most 64 tokens stands three times in a row or more, over 64 tokens
+    at least, wherever that is: a word that does not end, or a sentence said again and again."""
+    return any(
+        _longest(token_ids, p) >= max(LOOP_WINDOW, COPIES * p) for p in range(1, PERIOD + 1)
+    )
+
+
+def _longest(token_ids: Sequence[int], period: int) -> int:
+    """Tokens of the longest part in which each one is the one `period` before it."""
+    longest = run = 0
+    for token, before in zip(token_ids[period:], token_ids, strict=False):
+        run = run + 1 if token == before else 0
+        longest = max(longest, run)
+    return longest + period
 
 
 def _at(counts: list[int], place: int, count: int) -> None:

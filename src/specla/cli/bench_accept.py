@@ -58,7 +58,7 @@ def accept(
     seed: opt.Seed = 0,
     ignore_eos: opt.IgnoreEos = False,
     record: Annotated[
-        bool, typer.Option("--record", help="Append the figures to --results.")
+        bool, typer.Option("--record", help="Append the figures to --results; needs --texts.")
     ] = False,
     results: Annotated[Path, typer.Option(help="The append-only CSV of --record.")] = Path(
         "results/results.csv"
@@ -88,6 +88,10 @@ def accept(
 
     if mode == "plain":
         raise ConfigError("--mode must be exact or fast: plain decoding has no drafts to accept")
+    if record and texts is None:
+        raise ConfigError(
+            "--record must come with --texts FILE: a figure counts with the answers behind it"
+        )
     suites = _suites(suite, prompts, sample_seed)
     laws = [
         SamplingParams(temperature=t, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
@@ -108,9 +112,9 @@ def accept(
                 guesser = llm.engine.drafter.info.name
                 found.append(bench.result(kind, guesser, law.temperature, answers))
                 kept += [(answer, law.temperature) for answer in answers]
-    _report(found, llm, model, form, json=json, record=results if record else None)
     if texts is not None:
         _write_texts(texts, kept)
+    _report(found, llm, model, form, json=json, record=results if record else None)
     return 1 if any(one.failed for one in found) else 0
 
 
