@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 
 from rich.table import Table
 
 from specla.bench.accept import Answer, Figures, Result
-from specla.bench.report import commit
+from specla.bench.report import head
 
 DEPTHS_SHOWN = 5
 NOTE = (
@@ -80,15 +79,8 @@ def csv_rows(
     results: Iterable[Result], *, device: str, versions: Mapping[str, str | None], command: str
 ) -> list[dict[str, object]]:
     """Rows of results.csv. The baseline of a tau is plain decoding, which has 1."""
-    head = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "device": device,
-        "torch": versions.get("torch") or "",
-        "triton": versions.get("triton") or "",
-        "command": command,
-    }
-    return [head | line for one in results for line in _lines(one)]
+    first = head(device=device, versions=versions, command=command)
+    return [first | line for one in results for line in _lines(one)]
 
 
 def _lines(one: Result) -> Iterable[dict[str, object]]:

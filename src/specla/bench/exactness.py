@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from statistics import median
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specla.bench.kernel_metrics import Metric
+from specla.bench.report import head
 from specla.config import CHEAPEST, CPU_PREFILL_CHUNK, GPU_LOG_CAPACITY, GPU_PREFILL_CHUNK
 from specla.drafters.base import Drafter, DraftRow
 from specla.drafters.none import NoDrafter
@@ -231,24 +231,17 @@ def random_prompts(count: int, vocab_size: int) -> list[tuple[int, ...]]:
 def csv_rows(
     found: Sequence[Metric],
     *,
-    commit: str,
     device: str,
     versions: Mapping[str, str | None],
     command: str,
+    commit: str | None = None,
 ) -> list[dict[str, object]]:
-    """Rows of results.csv."""
-    head = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit,
-        "device": device,
-        "torch": versions.get("torch") or "",
-        "triton": versions.get("triton") or "",
-        "command": command,
-    }
+    """Rows of results.csv. commit: the one that was measured; None: this checkout's."""
+    first = head(device=device, versions=versions, command=command, measured=commit)
     blank: dict[str, object] = {"p10": "", "p90": ""}
     return [
         {
-            **head,
+            **first,
             **blank,
             "metric": one.name,
             "value": f"{one.value:.4g}",

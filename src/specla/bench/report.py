@@ -65,19 +65,26 @@ def records(rows: Sequence[Row]) -> list[dict[str, object]]:
     return [asdict(row) | {"identical": row.identical} for row in rows]
 
 
-def csv_rows(
-    rows: Sequence[Row], *, device: str, versions: Mapping[str, str | None], command: str
-) -> list[dict[str, object]]:
-    """Rows of results.csv: speed, ratio to plain AR and acceptance of each method and kind."""
-    head = {
+def head(
+    *, device: str, versions: Mapping[str, str | None], command: str, measured: str | None = None
+) -> dict[str, object]:
+    """The columns that all rows of a run share. measured: the commit; None: this checkout's."""
+    return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": measured or commit(),
         "device": device,
         "torch": versions.get("torch") or "",
         "triton": versions.get("triton") or "",
         "command": command,
     }
-    return [head | line for row in rows for line in _metrics(row)]
+
+
+def csv_rows(
+    rows: Sequence[Row], *, device: str, versions: Mapping[str, str | None], command: str
+) -> list[dict[str, object]]:
+    """Rows of results.csv: speed, ratio to plain AR and acceptance of each method and kind."""
+    first = head(device=device, versions=versions, command=command)
+    return [first | line for row in rows for line in _metrics(row)]
 
 
 def _metrics(row: Row) -> Iterable[dict[str, object]]:

@@ -255,7 +255,7 @@ def _record(path: Path, found: Sequence[Metric], *, device: str, commit: str | N
 
     lines = csv_rows(
         found,
-        commit=commit or report.commit(),
+        commit=commit,
         device=device,
         versions=versions(),
         command=" ".join(["specla", *sys.argv[1:]]),
