@@ -109,7 +109,7 @@ def test_the_interval_is_over_prompts_and_repeatable() -> None:
 def test_figures_have_the_issues_names() -> None:
     samples = everything()
     batch = h.Batch(suite="gsm8k", size=64, method=h.BUDGET, tokens=9, seconds=1.0,
-                    plain_seconds=1.2, same=64)  # fmt: skip
+                    plain_seconds=1.2, same=64, looping=3)  # fmt: skip
     found = page.metrics(h.scores(samples), [batch], samples, {})
     values = {m.name: m.value for m in found}
     assert values["e2e_gsm8k_b1"] == values["e2e_mixed_b1"] == pytest.approx(2)
@@ -152,7 +152,9 @@ def test_a_batch_is_timed_after_a_first_go() -> None:
 
         return run
 
-    one = h.in_batch("gsm8k", h.BUDGET, ["a", "b"], runs("plain", 0.05), runs("tree", 0.01))
+    one, kept = h.in_batch("gsm8k", h.BUDGET, ["a", "b"], runs("plain", 0.05), runs("tree", 0.01))
     assert calls == ["plain", "tree", "plain", "tree"]
-    assert (one.size, one.same, one.tokens) == (2, 2, 8)
+    assert (one.size, one.same, one.tokens, one.looping) == (2, 2, 8, 0)
+    assert [s.prompt.text for s in kept] == ["a", "b"]
+    assert page.text_record(kept[0])["loops"] is False
     assert 1 < one.ratio < 20

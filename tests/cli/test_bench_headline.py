@@ -11,6 +11,7 @@ import pytest
 from headline_data import MIXED_KINDS, make_data
 
 from specla.cli import main
+from specla.cli.bench_headline import _verdict
 from specla.cli.headline_steps import Plan, Progress, contenders
 from specla.cli.headline_suites import suites
 from specla.errors import ConfigError
@@ -91,6 +92,14 @@ def test_refusals(flags: str, says: str, tmp_path: Path, capsys: CAPTURE) -> Non
     assert says in capsys.readouterr().err
 
 
+def test_a_batch_that_is_not_ars_has_an_exit_code_of_its_own(capsys: CAPTURE) -> None:
+    score = {"suite": "gsm8k", "method": "tree", "prompts": 2, "failed": 0, "same": 2}
+    batch = {"suite": "gsm8k", "method": "tree, budget", "size": 64, "same": 64}
+    assert _verdict({"scores": [score], "batches": [batch]}) == 0
+    assert _verdict({"scores": [score], "batches": [batch | {"same": 63}]}) == 5
+    assert "not identical: tree, budget, batch of 64: 63" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_all_of_it_at_toy_size(data: Path, tmp_path: Path, capsys: CAPTURE) -> None:
     work, results = tmp_path / "w", tmp_path / "results" / "results.csv"
@@ -109,7 +118,9 @@ def test_all_of_it_at_toy_size(data: Path, tmp_path: Path, capsys: CAPTURE) -> N
         metrics = {row["metric"] for row in csv.DictReader(file)}
     assert {"round_over_ar", "e2e_gsm8k_b1", "e2e_mixed_b1", "e2e_worst_case"} <= metrics
     assert "FLA-SD" in (results.parent / "headline/README.md").read_text()
-    assert len((work / "texts.jsonl").read_text().splitlines()) == 6 * len(contenders())
+    kept = [json.loads(line) for line in (work / "texts.jsonl").read_text().splitlines()]
+    assert len(kept) == 6 * len(contenders()) + 3
+    assert sum(one["method"] == "tree, budget, batch of 3" for one in kept) == 3
     again = [*command.split(), "--steps", "target,drafters"]
     assert main(again) == 0
     assert "target: done before" in capsys.readouterr().err

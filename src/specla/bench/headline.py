@@ -194,8 +194,8 @@ def tau_ratio(samples: Sequence[Sample], suite: str, method: str, base: str) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A suite answered in one batch: AR's and the method's seconds, prefill included, and how many
-    answers are AR's."""
+    """A suite answered in one batch: AR's and the method's seconds, prefill included, how many
+    answers are AR's, and how many of the method's have a stretch that repeats."""
 
     suite: str
     size: int
@@ -204,6 +204,7 @@ class Batch:
     seconds: float
     plain_seconds: float
     same: int
+    looping: int
 
     @property
     def ratio(self) -> float:
@@ -217,12 +218,15 @@ def in_batch(
     prompts: Sequence[str],
     plain: Callable[[Sequence[str]], Sequence[Completion]],
     run: Callable[[Sequence[str]], Sequence[Completion]],
-) -> Batch:
-    """All prompts at once, AR and the method, after a first go of both that is not timed."""
+) -> tuple[Batch, list[Sample]]:
+    """All prompts at once, AR and the method, after a first go of both that is not timed.
+
+    Also gives the method's answers, to keep.
+    """
     plain(prompts), run(prompts)
     want, plain_seconds = _timed(plain, prompts)
     got, seconds = _timed(run, prompts)
-    return Batch(
+    batch = Batch(
         suite=suite,
         size=len(prompts),
         method=method,
@@ -230,6 +234,17 @@ def in_batch(
         seconds=seconds,
         plain_seconds=plain_seconds,
         same=sum(a.token_ids == b.token_ids for a, b in zip(want, got, strict=True)),
+        looping=sum(has_loop(c.token_ids) for c in got),
+    )
+    return batch, [_in_batch(batch, *pair) for pair in zip(prompts, got, strict=True)]
+
+
+def _in_batch(batch: Batch, text: str, done: Completion) -> Sample:
+    return Sample(
+        method=f"{batch.method}, batch of {batch.size}",
+        prompt=Prompt(kind=batch.suite, text=text),
+        completion=done,
+        decode_s=done.timing.decode_s,
     )
 
 

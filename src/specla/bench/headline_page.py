@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from specla.bench.accept import has_loop
 from specla.bench.headline import (
     AR,
     BLOCK_MORE,
@@ -47,15 +48,13 @@ def metrics(
     named = {(score.suite, score.method): score for score in scores}
     found = [_end_to_end(named.get((s, PRUNED)), s, missing) for s in SUITES]
     found.append(_round(named.get((GSM8K, PRUNED)), missing))
-    tree = tau_ratio(samples, GSM8K, TREE, CHAIN)
-    found.append(
-        _gain("tau_tree_over_chain_gsm8k", tree, (TREE, CHAIN), "the chain, same depth", missing)
+    gains = (
+        ("tau_tree_over_chain_gsm8k", (TREE, CHAIN), "the chain, same depth"),
+        ("reader_tau_gain", (READER, BLOCK_MORE), "block drafter, same extra training, no state"),
     )
-    gain = tau_ratio(samples, GSM8K, READER, BLOCK_MORE)
-    found.append(
-        _gain("reader_tau_gain", gain, (READER, BLOCK_MORE), "block drafter, same extra training, "
-              "no state", missing)
-    )  # fmt: skip
+    for name, pair, base in gains:
+        ratio = tau_ratio(samples, GSM8K, *pair)
+        found.append(_gain(name, ratio, pair, base, named.get((GSM8K, pair[0])), missing))
     found += [_in_batch(batches, missing), _worst(named, batches, missing)]
     return found + [metric for score in scores for metric in _details(score)]
 
@@ -77,18 +76,26 @@ def _round(score: Score | None, missing: Mapping[str, str]) -> Metric:
 
 
 def _gain(
-    name: str, ratio: Ratio | None, needs: Sequence[str], base: str, missing: Mapping[str, str]
+    name: str,
+    ratio: Ratio | None,
+    needs: Sequence[str],
+    base: str,
+    score: Score | None,
+    missing: Mapping[str, str],
 ) -> Metric:
-    if ratio is None:
+    if ratio is None or score is None:
         return _missing(name, needs, missing)
-    return _ratio(name, ratio, base, "tokens per round, GSM8K")
+    return _ratio(name, ratio, base, f"tokens per round, GSM8K; {counts(score)}")
 
 
 def _in_batch(batches: Sequence[Batch], missing: Mapping[str, str]) -> Metric:
     if not batches:
         return _missing("e2e_gsm8k_b64", (f"{BUDGET}, batch",), missing)
     one = batches[0]
-    notes = f"batch {one.size}, prefill included; same {one.same}; {one.tokens} tokens"
+    notes = (
+        f"batch {one.size}, prefill included; same as AR {one.same}; looping {one.looping}; "
+        f"{one.tokens} tokens"
+    )
     return Metric(name=f"e2e_gsm8k_b{one.size}", value=one.ratio, baseline=PLAIN, notes=notes)
 
 
@@ -221,6 +228,7 @@ def text_record(one: Sample) -> dict[str, object]:
         "text": None if done is None else done.text,
         "tokens": 0 if done is None else len(done.token_ids),
         "rounds": 0 if done is None else done.speculation.rounds,
+        "loops": None if done is None else has_loop(done.token_ids),
         "finish_reason": None if done is None else done.finish_reason,
         "error": one.error,
     }

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -131,13 +129,12 @@ def _record(
     scores, found = page.read(done[MEASURE])
     run = done[MEASURE]["run"]
     head = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit or report.commit(),
+        "date": run["date"],
+        "commit": commit or run["commit"],
         "device": f"{run['device']} {run['dtype']} {plan.size}",
         "torch": run["versions"].get("torch") or "",
         "triton": run["versions"].get("triton") or "",
-        # The arguments, not the program's path: the command has to work elsewhere.
-        "command": " ".join(["specla", *sys.argv[1:]]),
+        "command": run["command"],
     }
     report.append(results, page.csv_rows(found, head))
     target = results.parent / "headline" / "README.md"
@@ -176,4 +173,7 @@ def _verdict(measured: dict[str, Any]) -> int:
         note(f"failed: {one['method']} on {one['suite']}: {one['failed']} of {one['prompts']}")
     for one in changed:
         note(f"not identical: {one['method']} on {one['suite']}: {one['same']}")
-    return INCORRECT if changed else 1 if failed else 0
+    batches = [b for b in measured["batches"] if b["same"] < b["size"]]
+    for one in batches:
+        note(f"not identical: {one['method']}, batch of {one['size']}: {one['same']}")
+    return INCORRECT if changed or batches else 1 if failed else 0

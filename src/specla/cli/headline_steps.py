@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -198,17 +199,27 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
     record = run_record(run, str(plan.size))
     del methods, run
     _free()
-    batches = _batches(plan, entries, wanted, params, deadline, missing, tick)
+    batches, more = _batches(plan, entries, params, deadline, missing, tick)
     scores = bench.scores(samples)
-    _keep_texts(plan.work / "texts.jsonl", samples)
+    _keep_texts(plan.work / "texts.jsonl", [*samples, *more])
     figures = page.metrics(scores, batches, samples, missing)
     return {
         "scores": [asdict(one) for one in scores],
         "batches": [asdict(one) for one in batches],
         "metrics": [asdict(one) for one in figures],
         "missing": missing,
-        "run": {name: record[name] for name in ("device", "dtype", "versions")},
+        "run": {name: record[name] for name in ("device", "dtype", "versions")} | _origin(),
     }
+
+
+def _origin() -> dict[str, str]:
+    """Day, commit and command of the measurement: a later call may only show or record it."""
+    from specla.bench import report
+
+    # The arguments, not the program's path: the command has to work elsewhere.
+    command = " ".join(["specla", *sys.argv[1:]])
+    head = report.head(device="", versions={}, command=command)
+    return {name: str(head[name]) for name in ("date", "commit", "command")}
 
 
 def _foreign(
@@ -290,23 +301,22 @@ def _methods(
 def _batches(
     plan: Plan,
     entries: Mapping[str, Any],
-    wanted: Mapping[str, Sequence[Prompt]],
     params: SamplingParams,
     deadline: float,
     missing: dict[str, str],
     tick: Tick | None,
-) -> list[Batch]:
-    """GSM8K in one batch, AR against the tree with its budget."""
+) -> tuple[list[Batch], list[Sample]]:
+    """GSM8K in one batch, AR against the tree with its budget; and the latter's answers."""
     from specla.bench import headline as bench
     from specla.cli.headline_suites import suites
 
     name = f"{bench.BUDGET}, batch"
     if time.monotonic() > deadline:
         missing[name] = "no time was left; allow the step more minutes"
-        return []
+        return [], []
     if bench.BUDGET in missing:
         missing[name] = missing[bench.BUDGET]
-        return []
+        return [], []
     prompts = [p.text for p in suites(plan.data, plan.batch)[bench.GSM8K]]
     by_name = {one.name: one for one in contenders()}
     try:
@@ -315,10 +325,11 @@ def _batches(
             for which in (bench.AR, bench.BUDGET)
         ]
         runs = [_all_at_once(llm, params) for llm in engines]
-        return [bench.in_batch(bench.GSM8K, bench.BUDGET, prompts, *runs)]
+        batch, samples = bench.in_batch(bench.GSM8K, bench.BUDGET, prompts, *runs)
     except (SpeclaError, RuntimeError) as error:
         missing[name] = str(error).split("\n")[0]
-        return []
+        return [], []
+    return [batch], samples
 
 
 def _all_at_once(
