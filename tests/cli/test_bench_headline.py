@@ -83,6 +83,9 @@ def test_every_contender_has_its_own_name_and_ar_is_first() -> None:
         ("--size huge", "--size must be one of gdn-1.3b, toy"),
         ("--size gdn-1.3b", "needs a GPU"),
         ("--size toy --prompts 0", "--prompts must be >= 1"),
+        ("--size toy --drafter-minutes 0", "minutes must be > 0"),
+        ("--size toy --data nowhere", "nowhere"),
+        ("--size toy --max-tokens 0", "max_tokens must be"),
         ("--size toy --steps measure", "--steps must begin with target"),
     ],
 )

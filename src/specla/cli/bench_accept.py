@@ -109,8 +109,9 @@ def accept(
             form = prompt_format(llm, None)
             for kind, law in ((kind, law) for kind in suites for law in laws):
                 answers = bench.collect(suites[kind], _runner(llm, form, law, tick))
-                guesser = llm.engine.drafter.info.name
-                found.append(bench.result(kind, guesser, law.temperature, answers))
+                # Two checkpoints of one kind have one name.
+                label = name if ":" in name else llm.engine.drafter.info.name
+                found.append(bench.result(kind, label, law.temperature, answers))
                 kept += [(answer, law.temperature) for answer in answers]
     if texts is not None:
         _write_texts(texts, kept)

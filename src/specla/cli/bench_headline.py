@@ -73,6 +73,8 @@ def headline(
         if value < 1:
             raise ConfigError(f"{name} must be >= 1, got {value}")
     minutes = dict(zip(STEPS, (target_minutes, drafter_minutes, measure_minutes), strict=True))
+    if min(minutes.values()) <= 0:
+        raise ConfigError(f"minutes must be > 0, got {minutes}")
     if full:
         minutes[MEASURE] = float("inf")
     plan = Plan(

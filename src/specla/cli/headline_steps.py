@@ -92,22 +92,39 @@ class Progress:
 
 
 def run_steps(plan: Plan, wanted: Sequence[str], tick: Tick | None) -> Progress:
-    """The wanted steps that are not done, in order."""
+    """The wanted steps that are not done, in order.
+
+    Raises:
+        ConfigError: a step before them is not done, or what is to be measured is not there; known
+            before minutes are spent on training.
+    """
     progress = Progress(plan)
+    for step in wanted:
+        for earlier in STEPS[: STEPS.index(step)]:
+            if earlier not in wanted:
+                progress.need(earlier)
+    if MEASURE in wanted and MEASURE not in progress.steps:
+        _prompts(plan)
     for step in STEPS:
         if step not in wanted:
             continue
         if step in progress.steps:
             note(f"{step}: done before; another --work starts anew")
             continue
-        for earlier in STEPS[: STEPS.index(step)]:
-            progress.need(earlier)
         began = time.monotonic()
         note(f"{step}: at most {plan.minutes[step]:g} minutes")
         result = _RUN[step](plan, progress, began + 60 * plan.minutes[step], tick)
         progress.finish(step, result | {"wall_s": round(time.monotonic() - began, 1)})
         _free()
     return progress
+
+
+def _prompts(plan: Plan) -> tuple[dict[str, list[Prompt]], SamplingParams]:
+    """What is asked, and how."""
+    from specla.cli.headline_suites import suites
+
+    params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens)
+    return suites(plan.data, plan.prompts), params
 
 
 def _target(plan: Plan, progress: Progress, deadline: float, tick: Tick | None) -> dict[str, Any]:
@@ -182,14 +199,12 @@ def contenders() -> list[Contender]:
 def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None) -> dict[str, Any]:
     from specla.bench import headline as bench
     from specla.bench import headline_page as page
-    from specla.cli.headline_suites import suites
     from specla.cli.records import run_record
 
     began = time.monotonic()
-    wanted = suites(plan.data, plan.prompts)
+    wanted, params = _prompts(plan)
     entries = {one["name"]: one for one in progress.need(DRAFTERS)["entries"]}
     missing: dict[str, str] = {}
-    params = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens)
     methods, run = _methods(plan, entries, missing, tick)
     spent = [began + share * (deadline - began) for share in (SINGLE, FOREIGN)]
     count = (lambda done, total: tick("measuring", done, total)) if tick else None
