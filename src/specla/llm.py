@@ -141,6 +141,7 @@ class LLM:
             rows=config.max_slots,
             nodes=config.max_nodes,
             mode=config.mode,
+            kernel=config.kernel,
         )
         self.config = with_costs(config, reason)
         return table

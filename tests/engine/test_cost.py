@@ -15,6 +15,7 @@ from engine_harness import check_counts, drive, make_engine, request
 from engine_requests import LOOP, WALK
 
 from specla import drafters
+from specla.config import CHEAPEST
 from specla.engine.cost import Cost, CostTable, Identity, device_name, find_table
 from specla.engine.engine import Engine
 from specla.engine.kernels import Kernels
@@ -205,8 +206,10 @@ def test_its_place_follows_the_cache_folder(
         assert HERE.path.parent == Path.home() / ".cache" / "specla" / "costs"
 
 
-def find(asked: str, *, rows: int = 8, nodes: int = 4, mode: str = "exact") -> tuple[bool, str]:
-    found, why = find_table(asked, HERE, rows=rows, nodes=nodes, mode=mode)
+def find(
+    asked: str, *, rows: int = 8, nodes: int = 4, mode: str = "exact", kernel: str = CHEAPEST
+) -> tuple[bool, str]:
+    found, why = find_table(asked, HERE, rows=rows, nodes=nodes, mode=mode, kernel=kernel)
     return found is not None, why
 
 
@@ -220,6 +223,8 @@ def test_auto_takes_what_fits_and_says_why_not(
     assert find("none") == (False, "default: costs none")
     assert find("auto", rows=9)[1].startswith("default: the cost table must cover 16 rows of 4")
     assert find("auto", mode="plain")[1].startswith("default: plain")
+    assert find("auto", kernel=PLAYED.kernels("exact")[0])[0]
+    assert "verify (other) in mode exact" in find("auto", kernel="other")[1]
     CostTable(replace(HERE, torch="1"), PLAYED.costs).save(HERE.path)
     assert "measured for torch '1'" in find("auto")[1]
 
@@ -233,7 +238,9 @@ def test_without_a_home_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find("auto")[1].startswith("default: measurements need a folder")
 
 
-@pytest.mark.parametrize("size", [{"rows": 16}, {"nodes": 5}, {"mode": "fast"}])
+@pytest.mark.parametrize(
+    "size", [{"rows": 16}, {"nodes": 5}, {"mode": "fast"}, {"kernel": "other"}]
+)
 def test_a_path_must_fit(tmp_path: Path, size: dict[str, object]) -> None:
     path = tmp_path / "costs.json"
     with pytest.raises(ConfigError, match="there is none"):
@@ -278,6 +285,9 @@ def test_defaults_and_overrides(two_kernels: TargetModel) -> None:
     assert (default.of(4, 8), default.source) == ("walk", "default")
     forced = Kernels(two_kernels, "fast", kernel="closed", costs=CROSSING)
     assert {forced.of(b, n) for b in (1, 4) for n in (1, 8)} == {"closed"}
+    only = table(cost(4, 8, 50, mode="fast"), mode="fast")
+    with pytest.raises(ConfigError, match=r"must cover 4 rows of 8 nodes for verify \(closed\)"):
+        Kernels(two_kernels, "fast", kernel="closed", costs=only).of(4, 8)
 
 
 def test_kernels_that_are_not_there_are_refused(target: TargetModel) -> None:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from specla import __version__
-from specla.config import cache_folder, cpu_name
+from specla.config import CHEAPEST, cache_folder, cpu_name
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.state.rounds import bucket
@@ -274,12 +274,12 @@ class CostTable:
 
 
 def find_table(
-    asked: str, identity: Identity, *, rows: int, nodes: int, mode: str
+    asked: str, identity: Identity, *, rows: int, nodes: int, mode: str, kernel: str = CHEAPEST
 ) -> tuple[CostTable | None, str]:
     """The table that an engine of up to `rows` rows of `nodes` nodes goes by, or None, and why.
 
     asked: "none", the path of a table, or "auto" for the one in the cache folder, if that is
-    there and fits.
+    there and fits. kernel: the only one that will verify, or "cheapest".
 
     Raises:
         ConfigError: a table asked for by path that does not fit.
@@ -292,7 +292,8 @@ def find_table(
         path = identity.path if asked == "auto" else Path(asked)
         table = CostTable.load(path, identity)
         # What cannot be looked up is refused here and not in the middle of a round.
-        table.round_us(bucket(rows), bucket(nodes), mode=mode)
+        only = None if kernel == CHEAPEST else kernel
+        table.round_us(bucket(rows), bucket(nodes), mode=mode, kernel=only)
     except ConfigError as error:
         if asked != "auto":
             raise

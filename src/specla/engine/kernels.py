@@ -61,6 +61,8 @@ class Kernels:
 
     def _choose(self, rows: int, nodes: int) -> str:
         if self._kernel != CHEAPEST:
+            if self.costs is not None:
+                self.costs.find("verify", rows, nodes, kernel=self._kernel, mode=self._mode)
             return self._kernel
         if self.costs is None:
             return self._model.default_kernel(rows, nodes, self._mode)
