@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,6 +226,19 @@ def test_an_abort_while_a_round_is_under_way(tmp_path: Path, target: TargetModel
     assert len(aborted) == 3
     host = drive(make_engine(target, EagleDrafter(path=path, **OPTIONS), slots=2), good)  # type: ignore[arg-type]
     check(run, host, target, good, accepted=4)
+
+
+def test_another_drafter_gets_its_own_graphs(tmp_path: Path, target: TargetModel) -> None:
+    """The old one's would draft with what that one knows of its rows."""
+    path = folder(tmp_path, target)
+    engine = make_engine(target, Played(path=path, **OPTIONS), slots=2)  # type: ignore[arg-type]
+    rounds = resident(engine)
+    graphs = {True: "drafts", False: "does not"}
+    rounds._buckets = {(1, 8): SimpleNamespace(graphs=graphs)}  # type: ignore[dict-item]
+    again = Played(path=path, **OPTIONS)  # type: ignore[arg-type]
+    engine.use(again)
+    assert rounds._drafter is again
+    assert graphs == {False: "does not"}
 
 
 @pytest.mark.slow

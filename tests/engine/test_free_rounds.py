@@ -263,3 +263,15 @@ def test_a_number_of_drafts_that_a_graph_cannot_have_is_refused(target: TargetMo
         Spending("4", drafters.build("ngram"), 16, prices, Decisions(), on_device=True)
     made = Spending("3", drafters.build("ngram"), 16, prices, Decisions(), on_device=True)
     assert made.width(5) == 4
+
+
+def test_graphs_stay_with_their_kind_of_drafter(target: TargetModel) -> None:
+    engine = make_engine(target, drafters.build("ngram"))
+    rounds = behind(engine)
+    before, again = engine.drafter, drafters.build("ngram")
+    engine.use(again)
+    assert engine.drafter is again
+    assert rounds._drafter is before, "graphs hold what it launches"
+    with pytest.raises(ConfigError, match=r"one kind, ngram, .*; got suffix"):
+        engine.use(drafters.build("suffix"))
+    assert engine.drafter is again

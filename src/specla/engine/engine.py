@@ -75,11 +75,11 @@ class Engine:
         """Called after every round that the host takes part in, with requests' ids."""
         self.stats = EngineStats()
         self.kernels = Kernels(model, mode, kernel=kernel, costs=costs)
+        self._graphs: GraphRounds | None = None
         self.use(drafter)
         self.scheduler = Scheduler(state)
         # Refused here rather than in the middle of a round.
         self.kernels.of(state.pool.num_slots, state.max_nodes)
-        self._graphs: GraphRounds | None = None
         self._size = (1, 1)  # rows and nodes of the last round without a GPU
         if state.device.type == "cuda":
             # Triton is imported where there is a GPU only.
@@ -95,8 +95,11 @@ class Engine:
         """Draft with this one from now on; no request may be running.
 
         Raises:
-            ConfigError: it was trained for another target.
+            ConfigError: it was trained for another target, or on a GPU is of another kind than the
+                one before.
         """
+        if self._graphs is not None:
+            self._graphs.use(drafter)
         self.drafter = drafter
         self._features: Features | None = None
         if isinstance(drafter, FeatureDrafter):

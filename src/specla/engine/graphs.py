@@ -24,6 +24,7 @@ from torch import Tensor
 from specla.drafters.base import DeviceDrafter, Drafter, FeatureDrafter, ResidentDrafter
 from specla.engine.flight import Flight, to_verdict
 from specla.engine.running import Running
+from specla.errors import ConfigError
 from specla.models.base import KernelChoice, TargetModel
 from specla.models.features import Features
 from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
@@ -92,6 +93,26 @@ class GraphRounds:
         """Rows and nodes, as padded, of the round that was read last."""
         self._count = 0
         self._events = [torch.cuda.Event(), torch.cuda.Event()]
+
+    def use(self, drafter: Drafter) -> None:
+        """Draft with this one from now on: built as the one before was. What its launches do is
+        in the graphs, so one that only launches stays, and one that keeps rows gets new graphs.
+
+        Raises:
+            ConfigError: it is of another kind, or reads other features.
+        """
+        before = self._drafter
+        layers = [getattr(one, "feature_layers", ()) for one in (before, drafter)]
+        if type(drafter) is not type(before) or layers[0] != layers[1]:
+            raise ConfigError(
+                f"an engine on a GPU must stay with drafters of one kind, {before.info.name}, for "
+                f"which its graphs were made; got {drafter.info.name}; make another engine"
+            )
+        if isinstance(drafter, ResidentDrafter):
+            for one in self._buckets.values():
+                one.graphs.pop(True, None)
+        if isinstance(drafter, ResidentDrafter) or not isinstance(drafter, DeviceDrafter):
+            self._drafter = drafter
 
     # ---- choosing between the two
 
