@@ -124,7 +124,6 @@ def test_fixed_is_so_many_drafts_always() -> None:
 
 def test_every_decision_says_why() -> None:
     budget = Budget("x", MAX_NODES, DEAR)
-    chain = DraftTree.chain(1, range(2, 17))
     reasons = {}
     for _ in range(400):
         (asked,) = budget.ask([row()])
@@ -140,7 +139,6 @@ def test_every_decision_says_why() -> None:
     assert reasons["off"].startswith("off: break-even p 0.5")
     (_,), decision = budget.choose([1], [DraftTree.root(1)], draft_us=30.0)
     assert decision.detail == "nothing: no drafts were proposed"
-    assert chain.num_drafts == 15
 
 
 def test_the_same_history_gives_the_same_decisions() -> None:

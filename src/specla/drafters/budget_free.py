@@ -108,7 +108,7 @@ class FreeBudget:
         if not self.account.on:
             self._stay_off(rows)
             return
-        if best == 1 or speeds[best] > BETTER * speeds[self.nodes] or self.nodes == 1:
+        if speeds[best] > BETTER * speeds[self.nodes] or self.nodes == 1:
             self.nodes = best
         self.reason, self._left = "pays", STRETCH
         self.detail = f"pays: {self.nodes} nodes, {speeds[self.nodes]:.2f} of plain decoding"
