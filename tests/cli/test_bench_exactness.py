@@ -70,6 +70,7 @@ def test_a_difference_is_exit_code_5_in_exact_mode_only(
         ("--mode fast --device cpu", 1, "needs a GPU"),
         ("--shape gdn-1.3b --device cpu", 1, "needs a CUDA device"),
         ("--shape gdn-2b", 2, "gdn-1.3b"),
+        ("--shape gdn-1.3b --per-kind 0", 2, "--per-kind must be >= 1"),
         ("--shape gdn-1.3b --kind chat", 2, "leave MODEL and --kind out"),
         ("--drafter trees", 2, "trees"),
         ("--kind poetry", 2, "poetry"),

@@ -106,7 +106,7 @@ def exactness(
     )  # fmt: skip
     with progress_bars(wanted=not no_progress) as tick:
         if shape is not None:
-            _check_shape(engine, shape, kind)
+            _check_shape(engine, shape, kind, per_kind)
             rows, where = _random(engine, shape, per_kind or RANDOM_PROMPTS, max_tokens)
             spell: Spell = str
         else:
@@ -153,11 +153,15 @@ def _encode(llm: LLM, text: str, form: str) -> list[int]:
     return llm.tokenizer.apply_chat_template(user_turn(text))
 
 
-def _check_shape(engine: EngineOptions, shape: str, kind: Sequence[str] | None) -> None:
+def _check_shape(
+    engine: EngineOptions, shape: str, kind: Sequence[str] | None, count: int | None
+) -> None:
     if shape not in SHAPES:
         raise ConfigError(f"--shape must be one of {', '.join(SHAPES)}, got {shape!r}")
     if engine.model != "demo" or kind:
         raise ConfigError("--shape has random weights and prompts: leave MODEL and --kind out")
+    if count is not None and count < 1:
+        raise ConfigError(f"--per-kind must be >= 1, got {count}")
     import torch
 
     if engine.device == "cpu" or not torch.cuda.is_available():
