@@ -351,6 +351,8 @@ def test_options_out_of_range_are_named(folders: dict[str, Path]) -> None:
         ("max_depth", 6),
         ("tau", float("nan")),
         ("window", 0),
+        ("window", 2.5),
+        ("window", "all"),
         ("min_survival", 1.5),
     ):
         with pytest.raises(ConfigError, match=option):

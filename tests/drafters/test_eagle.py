@@ -18,6 +18,7 @@ from torch import Tensor
 from specla.drafters import DraftRow, Observation, build
 from specla.drafters.base import FeatureDrafter
 from specla.drafters.eagle import EagleDrafter
+from specla.drafters.eagle_config import parse_eagle_config
 from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_model import EagleModel, Tips
 from specla.errors import ConfigError, InvalidCheckpoint
@@ -318,6 +319,10 @@ def test_layers_counted_by_input_are_converted(tmp_path: Path, target: TargetMod
     values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
     write_json(tmp_path / "config.json", values)
     assert toy_drafter(tmp_path, target.info).feature_layers == (0, 1)
+    values["eagle_config"] = [1, 2]
+    write_json(tmp_path / "config.json", values)
+    with pytest.raises(InvalidCheckpoint, match="eagle_config"):
+        toy_drafter(tmp_path, target.info)
     values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2]}
     write_json(tmp_path / "config.json", values)
     with pytest.raises(InvalidCheckpoint, match="input of layer 0"):
@@ -332,6 +337,11 @@ def test_layers_counted_by_input_are_converted(tmp_path: Path, target: TargetMod
         ("draft_vocab_size", 10**6, "draft_vocab_size"),
         ("draft_vocab_size", None, "draft_vocab_size"),
         ("num_v_heads", 0, "num_v_heads"),
+        ("num_hidden_layers", 2, "num_hidden_layers"),
+        ("hidden_act", "gelu", "hidden_act"),
+        ("rope_scaling", {"rope_type": "llama3"}, "rope_scaling"),
+        ("rope_parameters", {"rope_type": "yarn"}, "rope_type"),
+        ("rope_parameters", [1], "rope_parameters"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(
@@ -342,6 +352,14 @@ def test_a_config_that_cannot_be_is_refused(
     write_json(tmp_path / "config.json", {**values, field: value})
     with pytest.raises(InvalidCheckpoint, match=message):
         toy_drafter(tmp_path, target.info)
+
+
+def test_the_base_of_rotary_positions_is_read_where_it_stands(target: TargetModel) -> None:
+    values = toy_config(target.info).as_dict()
+    del values["rope_theta"]
+    assert parse_eagle_config(values, "file").rope_theta == 10000.0
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    assert parse_eagle_config(values, "file").rope_theta == 5e5
 
 
 def test_a_broken_d2t_is_refused(tmp_path: Path, target: TargetModel) -> None:

@@ -92,4 +92,6 @@ def test_without_a_spine_a_small_budget_can_lose_the_chain() -> None:
 
 def test_no_room_or_no_law_is_no_draft() -> None:
     assert best_first(5, [[(1, -1.0)]], max_drafts=0, tau=1.0, spine=True) == DraftTree.root(5)
+    gap = [[(1, -1.0)], [], [(2, -1.0)]]
+    assert best_first(5, gap, max_drafts=4, tau=9.0, spine=True).tokens == (5, 1)
     assert best_first(5, [], max_drafts=4, tau=1.0, spine=True) == DraftTree.root(5)

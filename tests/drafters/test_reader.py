@@ -23,7 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specla.drafters import DraftRow
-from specla.drafters.reader import Reader, ReaderConfig, parse_reader_config, reader_tensors
+from specla.drafters.block_files import load_reader
+from specla.drafters.reader import (
+    PROJECTIONS,
+    Reader,
+    ReaderConfig,
+    parse_reader_config,
+    reader_tensors,
+)
 from specla.engine.engine import Engine
 from specla.errors import ConfigError, InvalidCheckpoint
 from specla.models.base import TargetModel
@@ -211,6 +218,19 @@ def test_without_its_reader_it_drafts_differently(tmp_path: Path, wide: TargetMo
         drafter.attach(state)
         trees += drafter.draft([row])
     assert trees[0].logprobs != trees[1].logprobs
+
+
+def test_what_projects_float32_states_stays_float32(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    low = load_target(tmp_path_factory.mktemp("low"), dtype=torch.bfloat16)
+    block_drafter(tmp_path, low.info)
+    file = load_file(tmp_path / "reader" / "reader.safetensors")
+    found = load_reader(tmp_path, reader_config(low.info), low)
+    for name, x in found.items():
+        kept = file[name] if name in PROJECTIONS else file[name].bfloat16()
+        assert x.dtype == kept.dtype
+        assert torch.equal(x, kept)
 
 
 CHANGES = {

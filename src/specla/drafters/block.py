@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specla.drafters.agreement import check_tokenizer
 from specla.drafters.base import DrafterInfo, DraftRow, Observation
 from specla.drafters.block_config import check_target
 from specla.drafters.block_context import BlockContext
@@ -36,7 +37,6 @@ from specla.drafters.grow import Growing
 from specla.drafters.marginals import best_first
 from specla.drafters.options import require, require_int, require_number
 from specla.drafters.reader import Reader, check_states
-from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.state import State
 from specla.topology.tree import DraftTree
@@ -83,7 +83,8 @@ class BlockDrafter:
         require_int("top_k", top_k, 1, 64)
         require_int("max_depth", depth, 1, config.num_drafts)
         require_number("tau", tau, 0, 1e9)
-        require(window is None or window > 0, "window", "None or above 0", window)
+        if window is not None:
+            require_int("window", window, 1, 1 << 30)
         require_number("min_survival", min_survival, 0, 1)
         confident = config.confidence_head or not min_survival
         require(confident, "min_survival", "0 without a confidence head", min_survival)
@@ -107,12 +108,7 @@ class BlockDrafter:
         Raises:
             ConfigError: the hashes differ.
         """
-        if self.config.tokenizer_hash not in (None, digest):
-            raise ConfigError(
-                f"a drafter must be used with the tokenizer it was trained with "
-                f"(tokenizer_hash), but {self._folder} names {self.config.tokenizer_hash} and the "
-                f"target's is {digest}; use the target it was trained for"
-            )
+        check_tokenizer(self.config.tokenizer_hash, digest, self._folder)
 
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
         """Load the weights beside a target's (see `FeatureDrafter`)."""

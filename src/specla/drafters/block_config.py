@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specla.errors import ConfigError, InvalidCheckpoint
+from specla.drafters.agreement import (
+    check_layers,
+    check_only,
+    check_same,
+    inner_object,
+    rope_theta,
+)
+from specla.errors import InvalidCheckpoint
 from specla.models.base import ModelInfo
 from specla.models.fields import Fields
 from specla.models.weights import Shape
@@ -137,9 +144,7 @@ def parse_block_config(values: Mapping[str, Any], where: str) -> BlockConfig:
         InvalidCheckpoint: not such a drafter, or something that ours cannot compute.
     """
     read = Fields(_flat(values, where), where)
-    for field, valid in _ONLY.items():
-        if (given := read.values.get(field)) is not None and given not in valid:
-            read.fail(field, " or ".join(map(repr, valid)) or "absent", given)
+    check_only(read, _ONLY)
     hidden, heads = read.count("hidden_size"), read.count("num_attention_heads")
     markov = read.count("markov_rank", default=0, least=0)
     confident = _either(read, "enable_confidence_head", "use_confidence_head")
@@ -151,7 +156,7 @@ def parse_block_config(values: Mapping[str, Any], where: str) -> BlockConfig:
         num_kv_heads=read.count("num_key_value_heads", default=heads),
         head_dim=read.count("head_dim", default=max(1, hidden // heads)),
         norm_eps=read.positive("rms_norm_eps", default=1e-6),
-        rope_theta=_rope_theta(read),
+        rope_theta=rope_theta(read),
         vocab_size=vocab,
         windows=_windows(read),
         is_causal=_is_causal(read),
@@ -174,9 +179,7 @@ def parse_block_config(values: Mapping[str, Any], where: str) -> BlockConfig:
 
 def _flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Flat keys and those of `dflash_config` as one; null counts as absent."""
-    nested = values.get(_NESTED) or {}
-    if not isinstance(nested, dict):
-        Fields(values, where).fail(_NESTED, "an object", nested)
+    nested = inner_object(Fields(values, where), _NESTED).values
     if unknown := sorted(set(nested) - _NESTED_KEYS):
         raise InvalidCheckpoint(
             f"{_NESTED} in {where} may have {', '.join(sorted(_NESTED_KEYS))}, but has "
@@ -231,17 +234,6 @@ def _shift_label(read: Fields) -> bool:
     return read.flag("shift_label", default=any(key in read.values for key in _DSPARK_KEYS))
 
 
-def _rope_theta(read: Fields) -> float:
-    nested = read.values.get("rope_parameters") or {}
-    if not isinstance(nested, dict):
-        read.fail("rope_parameters", "an object", nested)
-    for name, value in (("rope_type", "default"), ("partial_rotary_factor", 1)):
-        if nested.get(name, value) != value:
-            read.fail(f"rope_parameters.{name}", repr(value), nested[name])
-    inner = Fields(nested, f"rope_parameters in {read.where}")
-    return (read if "rope_theta" in read.values else inner).positive("rope_theta")
-
-
 def _windows(read: Fields) -> tuple[int | None, ...]:
     count = read.count("num_hidden_layers", most=_MAX_LAYERS)
     types = read.values.get("layer_types", ["full_attention"] * count)
@@ -269,22 +261,16 @@ def check_target(config: BlockConfig, target: ModelInfo, where: str) -> None:
         ConfigError: another vocabulary, width, number of layers, or other weights.
     """
     layers = target.recurrent.num_layers
-    for what, mine, theirs in (
-        ("vocabulary (vocab_size)", config.vocab_size, target.vocab_size),
-        ("width (hidden_size)", config.hidden_size, target.hidden_size),
-        ("number of layers (num_target_layers)", config.num_target_layers, layers),
-        ("weights (target_fingerprint)", config.target_fingerprint, target.fingerprint),
-    ):
-        if mine not in (None, theirs):
-            raise ConfigError(
-                f"a drafter and its target must have the same {what}, but {where} has {mine} and "
-                f"the target {theirs}; use the target it was trained for"
-            )
-    if max(config.target_layer_ids) >= layers:
-        raise ConfigError(
-            f"feature layers (target_layer_ids) must be below the target's {layers} layers, but "
-            f"{where} has {list(config.target_layer_ids)}; use the target it was trained for"
-        )
+    check_same(
+        (
+            ("vocabulary (vocab_size)", config.vocab_size, target.vocab_size),
+            ("width (hidden_size)", config.hidden_size, target.hidden_size),
+            ("number of layers (num_target_layers)", config.num_target_layers, layers),
+            ("weights (target_fingerprint)", config.target_fingerprint, target.fingerprint),
+        ),
+        where,
+    )
+    check_layers("feature layers (target_layer_ids)", config.target_layer_ids, layers, where)
 
 
 def expected_tensors(config: BlockConfig) -> dict[str, Shape]:

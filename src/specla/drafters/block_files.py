@@ -7,13 +7,14 @@ A folder holds config.json and model.safetensors; a state reader lies in its sub
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specla.drafters.agreement import config_in
 from specla.drafters.block_config import (
     OPTIONAL,
     BlockConfig,
@@ -21,12 +22,18 @@ from specla.drafters.block_config import (
     parse_block_config,
 )
 from specla.drafters.block_model import BlockDraftWeights, weights_from
-from specla.drafters.reader import ReaderConfig, parse_reader_config, reader_tensors
+from specla.drafters.reader import (
+    PROJECTIONS,
+    ReaderConfig,
+    parse_reader_config,
+    reader_tensors,
+)
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.models.files import read_json_object, write_json
 from specla.models.resolve import SINGLE_FILE
 from specla.models.weights import Checkpoint, load_tensors, read_checkpoint
+from specla.ops.norm import compute_dtype
 
 READER = "reader"
 READER_CONFIG, READER_FILE = "reader_config.json", "reader.safetensors"
@@ -38,13 +45,7 @@ def read_config(folder: Path) -> BlockConfig:
     Raises:
         ConfigError: no such folder. InvalidCheckpoint: not a block drafter's.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"drafter block needs the folder of a trained drafter, but {path} does not exist; "
-            "train one with `specla train TARGET --kind block`, then --drafter block:FOLDER"
-        )
-    return parse_block_config(read_json_object(path), str(path))
+    return parse_block_config(*config_in(folder, "block"))
 
 
 def has_reader(folder: Path) -> bool:
@@ -87,13 +88,13 @@ def load_weights(folder: Path, config: BlockConfig, target: TargetModel) -> Bloc
 
 
 def load_reader(folder: Path, config: ReaderConfig, target: TargetModel) -> dict[str, Tensor]:
-    """A reader's weights, by name.
+    """A reader's weights, by name; what projects the states is float32, as they are.
 
     Raises:
         InvalidCheckpoint: tensors that do not belong to the config.
     """
     checkpoint = read_checkpoint(folder / READER, file=READER_FILE)
-    return _load(checkpoint, reader_tensors(config), target)
+    return _load(checkpoint, reader_tensors(config), target, wide=PROJECTIONS)
 
 
 def save_drafter(folder: Path, config: BlockConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -112,14 +113,24 @@ def save_reader(folder: Path, config: ReaderConfig, tensors: Mapping[str, Tensor
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    save_file(kept, path, metadata={"format": "pt"})
+    part = path.with_suffix(".tmp")
+    save_file(kept, part, metadata={"format": "pt"})
+    part.rename(path)
 
 
 def _load(
-    checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], target: TargetModel
+    checkpoint: Checkpoint,
+    expected: Mapping[str, tuple[int, ...]],
+    target: TargetModel,
+    wide: Collection[str] = (),
 ) -> dict[str, Tensor]:
+    """In the target's dtype; those of `wide` are at least float32."""
+    low, high = target.dtype, compute_dtype(target.dtype)
     return load_tensors(
-        checkpoint, expected, device=target.device, dtype_of=lambda name: target.dtype
+        checkpoint,
+        expected,
+        device=target.device,
+        dtype_of=lambda name: high if name in wide else low,
     )
 
 

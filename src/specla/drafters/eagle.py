@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specla.drafters.agreement import check_tokenizer
 from specla.drafters.base import DrafterInfo, DraftRow, Observation
 from specla.drafters.eagle_config import check_target
 from specla.drafters.eagle_files import load_weights, read_config
 from specla.drafters.eagle_model import EagleModel
 from specla.drafters.grow import Growing
 from specla.drafters.options import require_int, require_number
-from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.topology.tree import DraftTree
 
@@ -73,12 +73,7 @@ class EagleDrafter:
         Raises:
             ConfigError: the hashes differ.
         """
-        if self.config.tokenizer_hash not in (None, digest):
-            raise ConfigError(
-                f"a drafter must be used with the tokenizer it was trained with "
-                f"(tokenizer_hash), but {self._folder} names {self.config.tokenizer_hash} and the "
-                f"target's is {digest}; use the target it was trained for"
-            )
+        check_tokenizer(self.config.tokenizer_hash, digest, self._folder)
 
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
         """Load the weights beside a target's (see `FeatureDrafter`)."""

@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specla.errors import ConfigError, InvalidCheckpoint
+from specla.drafters.agreement import (
+    check_layers,
+    check_only,
+    check_same,
+    inner_object,
+    rope_theta,
+)
+from specla.errors import InvalidCheckpoint
 from specla.models.base import ModelInfo
 from specla.models.fields import Fields
 from specla.models.weights import Shape
@@ -24,6 +31,14 @@ ARCHITECTURES = {"gdn": "GatedDeltaNetForCausalLMEagle3", "attention": "LlamaFor
 """By mixer."""
 MODEL_TYPES = {"gdn": "gated_deltanet_eagle", "attention": "llama"}
 _MAX_LAYERS = 1024
+# Where a field that we do not have must be absent or one of these.
+_ONLY = {
+    "attention_bias": (False,),
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (False,),
+    "num_hidden_layers": (1,),
+    "rope_scaling": (),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +126,7 @@ def parse_eagle_config(values: Mapping[str, Any], where: str) -> EagleConfig:
         )
     name: Mapping[str, str] = _LLAMA if mixer == "attention" else {}
     read = Fields(values, where)
+    check_only(read, _ONLY)
     heads = read.count(name.get("num_heads", "num_heads"))
     v_heads = read.count(name.get("num_v_heads", "num_v_heads"), default=heads)
     fewer, more = (heads, v_heads) if mixer == "gdn" else (v_heads, heads)
@@ -138,7 +154,7 @@ def parse_eagle_config(values: Mapping[str, Any], where: str) -> EagleConfig:
         fc_norm=read.flag("fc_norm", default=False),
         target_fingerprint=read.text("target_fingerprint"),
         tokenizer_hash=read.text("tokenizer_hash"),
-        rope_theta=read.positive("rope_theta", default=10000.0),
+        rope_theta=rope_theta(read, default=10000.0),
     )
     if config.draft_vocab_size is None and config.hidden_size != config.target_hidden_size:
         read.fail("draft_vocab_size", "given where hidden_size is not the target's", None)
@@ -154,10 +170,8 @@ def _layer_ids(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """Output ids; EAGLE-3's own key counts inputs, so that its 1 is the output of layer 0."""
     if values.get("target_layer_ids") is not None:
         return Fields(values, where).counts("target_layer_ids", most=_MAX_LAYERS)
-    inputs = values.get("eagle_config") or {}
-    ids = Fields(inputs, f"eagle_config in {where}").counts(
-        "eagle_aux_hidden_state_layer_ids", most=_MAX_LAYERS
-    )
+    inputs = inner_object(Fields(values, where), "eagle_config")
+    ids = inputs.counts("eagle_aux_hidden_state_layer_ids", most=_MAX_LAYERS)
     if 0 in ids:
         raise InvalidCheckpoint(
             f"eagle_aux_hidden_state_layer_ids in {where} must be above 0, the input of layer 0 "
@@ -175,29 +189,18 @@ def check_target(config: EagleConfig, target: ModelInfo, where: str) -> None:
     """Refuse, by name, a target that the drafter was not made for.
 
     Raises:
-        ConfigError: another vocabulary, width, number of layers, or other weights.
+        ConfigError: another vocabulary or width, too few layers, or other weights.
     """
     layers = target.recurrent.num_layers
-    for what, mine, theirs in (
-        ("vocabulary (vocab_size)", config.vocab_size, target.vocab_size),
-        ("width (target_hidden_size)", config.target_hidden_size, target.hidden_size),
-    ):
-        if mine != theirs:
-            raise ConfigError(
-                f"a drafter and its target must have the same {what}, but {where} has {mine} and "
-                f"the target {theirs}; use the target it was trained for"
-            )
-    if max(config.target_layer_ids) >= layers:
-        raise ConfigError(
-            f"feature layers (target_layer_ids) must be below the target's {layers} layers, but "
-            f"{where} has {list(config.target_layer_ids)}; use the target it was trained for"
-        )
-    if config.target_fingerprint not in (None, target.fingerprint):
-        raise ConfigError(
-            f"a drafter must be used with the weights it was trained for (target_fingerprint), "
-            f"but {where} names {config.target_fingerprint} and the target is "
-            f"{target.fingerprint}; train a drafter for this target"
-        )
+    check_same(
+        (
+            ("vocabulary (vocab_size)", config.vocab_size, target.vocab_size),
+            ("width (target_hidden_size)", config.target_hidden_size, target.hidden_size),
+            ("weights (target_fingerprint)", config.target_fingerprint, target.fingerprint),
+        ),
+        where,
+    )
+    check_layers("feature layers (target_layer_ids)", config.target_layer_ids, layers, where)
 
 
 def expected_tensors(config: EagleConfig) -> dict[str, Shape]:

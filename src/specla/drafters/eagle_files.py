@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from specla.drafters.agreement import config_in
 from specla.drafters.eagle_config import EagleConfig, expected_tensors, parse_eagle_config
 from specla.drafters.eagle_model import EagleWeights
-from specla.errors import ConfigError, InvalidCheckpoint
+from specla.errors import InvalidCheckpoint
 from specla.models.base import TargetModel
-from specla.models.files import read_json_object
 from specla.models.fla_gdn import stored_dtype
 from specla.models.gdn_weights import BlockWeights
 from specla.models.weights import Checkpoint, load_tensors, read_checkpoint
@@ -28,13 +28,7 @@ def read_config(folder: Path) -> EagleConfig:
     Raises:
         ConfigError: no such folder. InvalidCheckpoint: not a drafter's.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"drafter eagle needs the folder of a trained drafter, but {path} does not exist; "
-            "train one with `specla train TARGET --kind eagle`, then --drafter eagle:FOLDER"
-        )
-    return parse_eagle_config(read_json_object(path), str(path))
+    return parse_eagle_config(*config_in(folder, "eagle"))
 
 
 def load_weights(folder: Path, config: EagleConfig, target: TargetModel) -> EagleWeights:

@@ -21,7 +21,7 @@ class Growing:
 
     Args:
         root: node 0's token.
-        top_k: nodes expanded per level, besides the spine's.
+        top_k: nodes expanded per level, the spine's among them.
         max_depth, max_drafts: bounds of the tree below node 0.
         tau: keep a node iff q* - q <= tau, q* the best score of depth 1.
         spine: the likeliest chain is kept before anything else.

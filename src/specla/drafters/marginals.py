@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from specla.topology.tree import DraftTree
 
@@ -29,12 +29,12 @@ def best_first(
     """The best nodes below `root`.
 
     Args:
-        laws: of depth 1, 2, ...
+        laws: of depth 1, 2, ...; nothing is below a depth that has none.
         max_drafts: nodes below the root, at most.
         tau: keep a node iff q* - q <= tau, q* the best score of depth 1.
         spine: the likeliest chain is kept before anything else.
     """
-    laws = [law for law in laws if law]
+    laws = list(takewhile(len, laws))
     if not laws or not max_drafts:
         return DraftTree.root(root)
     least = laws[0][0][1] - tau

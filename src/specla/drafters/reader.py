@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specla.errors import ConfigError
+from specla.drafters.agreement import check_layers, check_same
 from specla.models.base import ModelInfo
 from specla.models.fields import Fields
 from specla.models.weights import Shape
@@ -38,6 +38,8 @@ from specla.ops.pointwise import silu
 
 Committed = Callable[[int, int], tuple[Tensor, Factors]]
 """(layer, slot) -> base S [G, V, K] and the log's factors in order: `State.committed`."""
+PROJECTIONS = ("keys", "values")
+"""Tensors U and V."""
 _LEAST_SQUARE = 1e-12  # added to the mean square of S: an empty state has no direction
 
 
@@ -87,22 +89,17 @@ def check_states(config: ReaderConfig, target: ModelInfo, where: str) -> None:
         ConfigError: another width, layer or shape of a state.
     """
     shape = target.recurrent
-    for what, mine, theirs in (
-        ("width (hidden_size)", config.hidden_size, target.hidden_size),
-        ("state heads (num_heads)", config.num_heads, shape.num_value_heads),
-        ("key width (key_dim)", config.key_dim, shape.key_dim),
-        ("value width (value_dim)", config.value_dim, shape.value_dim),
-    ):
-        if mine != theirs:
-            raise ConfigError(
-                f"a state reader and its target must have the same {what}, but {where} has {mine} "
-                f"and the target {theirs}; use the target it was trained for"
-            )
-    if max(config.state_layers) >= shape.num_layers:
-        raise ConfigError(
-            f"state layers (state_layers) must be below the target's {shape.num_layers} layers, "
-            f"but {where} has {list(config.state_layers)}; use the target it was trained for"
-        )
+    check_same(
+        (
+            ("width (hidden_size)", config.hidden_size, target.hidden_size),
+            ("state heads (num_heads)", config.num_heads, shape.num_value_heads),
+            ("key width (key_dim)", config.key_dim, shape.key_dim),
+            ("value width (value_dim)", config.value_dim, shape.value_dim),
+        ),
+        where,
+        "a state reader",
+    )
+    check_layers("state layers (state_layers)", config.state_layers, shape.num_layers, where)
 
 
 def reader_tensors(config: ReaderConfig) -> dict[str, Shape]:
@@ -166,14 +163,14 @@ class Reader:
         return Reading(*(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
 
     def _of_state(self, index: int, S: Tensor) -> tuple[Tensor, Tensor]:
-        U, V = (self._weights[name][index].to(S.dtype) for name in ("keys", "values"))
+        U, V = (self._weights[name][index].to(S.dtype) for name in PROJECTIONS)
         return self._normed(V.mT @ S @ U.mT, (S * S).sum((-2, -1)))
 
     def project(self, index: int, S: Tensor, log: Factors) -> tuple[Tensor, Tensor]:
         """One state: base S [G, V, K] and log of n factors -> (R [G, r, r], log rms [G]). index:
         of the layer in `state_layers`."""
         wide = compute_dtype(S.dtype)
-        U, V = (self._weights[name][index].to(wide) for name in ("keys", "values"))
+        U, V = (self._weights[name][index].to(wide) for name in PROJECTIONS)
         total, left = _decays(log.g)
         k = log.k.transpose(0, 1).repeat_interleave(len(S) // log.k.shape[1], dim=0)
         u = log.u.transpose(0, 1) * left.unsqueeze(-1)  # [G, n, V]
