@@ -65,6 +65,14 @@ def test_what_is_refused(toy: str, tmp_path: Path, capsys: CAPTURE) -> None:
         (["--kind", "medusa"], "--kind must be one of"),
         (["--layers", "1,x"], "--layers must be numbers"),
         (["--layers", "0,7"], "feature layers must be different ids below 2"),
+        (["--every", "0"], "--every must be above 0"),
+        (["--steps", "0"], "steps must be above 0"),
+        (["--warmup", "0"], "warmup must be above 0"),
+        (["--lr", "-1"], "lr must be above 0"),
+        (["--unroll", "0"], "unroll must be above 0"),
+        (["--heads", "0"], "num_heads must be above 0"),
+        (["--draft-vocab", "0"], "draft_vocab_size must be above 0"),
+        (["--mixer", "attention", "--head-dim", "5"], "an even head_dim, got 5"),
         (["--temperature", "1"], "prompts with answers are for temperature 0"),
     ):
         assert train(toy, tmp_path / "run", prompts, *flags) == 2

@@ -26,6 +26,7 @@ from specla.train.capture import Answers, Capture, Text, agreed, answer
 from specla.train.eagle import EagleNet
 from specla.train.loop import DECAY, Recipe, Trainer, _chains, figures, loss_of
 from specla.train.run import Prompt, Run, Sizes, config_for, texts_of
+from specla.train.session import held_apart
 from specla.train.unroll import valid_steps
 
 PROMPTS = [tuple(5 + (i * k + k * k) % 19 for k in range(3 + i % 9)) for i in range(24)]
@@ -264,6 +265,13 @@ def test_figures_of_a_drafter_that_knows_nothing(target: TargetModel, texts: lis
     assert found.first[0] == pytest.approx(right[:, 0].float().mean().item())
     assert found.top[0] == pytest.approx(right.any(-1).float().mean().item())
     assert valid_steps(batch.pairs.segments, 3).shape == (3, 1, 40)
+
+
+def test_some_answers_are_kept_for_the_figures() -> None:
+    many = [Text(tokens=(i, 1), num_prompt=1) for i in range(101)]
+    rest, held = held_apart(many)
+    assert held == [many[0], many[50], many[100]]
+    assert sorted((*rest, *held), key=lambda text: text.tokens) == many
 
 
 def test_sizes_for_a_target(target: TargetModel) -> None:

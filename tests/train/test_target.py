@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from specla.train.chat import ASSISTANT_ID, END_ID, USER_ID
 from specla.train.checkpoint import load_checkpoint
 from specla.train.gdn import GDNShape
 from specla.train.lineup import TOY_LINE_UP, prompts_of
-from specla.train.packing import START_BIT
+from specla.train.packing import START_BIT, load_pools
 from specla.train.pretrain import Log, Recipe, Trainer, build_model
+from specla.train.prompts import train_prompts
 
 SHAPE = GDNShape(32, 1, 2, 8, 2.0, 48, 64, tie_word_embeddings=False)
 RECIPE = Recipe(rows=2, length=32, warmup=2, compile=False, shares={"gsm8k": 1.0})
@@ -122,9 +124,30 @@ def test_data_are_found_by_name_wherever_they_lie(tmp_path: Path) -> None:
         corpus.locate(tmp_path, "test.jsonl")
 
 
-def test_a_part_of_the_corpus_is_whole_files(tmp_path: Path) -> None:
-    import lzma
+def test_prompts_come_from_data_wherever_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So few problems would all be held out.
+    monkeypatch.setattr(corpus, "split_symbolic", lambda problems: {"train": problems})
+    for name, count in (("gsm8k/train.jsonl", 3), ("symbolic/" + corpus.SYMBOLIC, 9)):
+        rows = [{"question": f"q {i}", "answer": "a"} for i in range(count)]
+        path = tmp_path / name
+        path.parent.mkdir()
+        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(lzma.compress(text) if path.suffix == ".xz" else text)
+    found = train_prompts(tmp_path, 20)
+    assert {name: len(rows) for name, rows in found.items()} == {
+        "generated": 7, "symbolic": 5, "gsm8k": 3, "functions": 2,
+    }  # fmt: skip
 
+
+def test_pools_of_another_format_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "gsm8k.npy", np.zeros(8, np.uint16))
+    with pytest.raises(ConfigError, match=r"uint32 words, .*gsm8k\.npy holds uint16"):
+        load_pools(tmp_path, ["gsm8k"])
+
+
+def test_a_part_of_the_corpus_is_whole_files(tmp_path: Path) -> None:
     path = tmp_path / corpus.PYTHON
     files = {f"p{i}/m.py": f"x = {i}\n" * 20 for i in range(9)}
     text = "".join(f"<|file|>{name}\n{source}" for name, source in files.items())

@@ -19,15 +19,11 @@ from specla.errors import ConfigError
 from specla.request import SamplingParams
 
 if TYPE_CHECKING:
-    import torch
-
     from specla.llm import LLM
     from specla.train.run import Prompt
 
 KINDS = ("eagle", "block", "reader")
 TRAINING, EAGLE, BLOCK, READER = "Training", "Eagle", "Block, and reader", "Reader"
-# Every so many answers one is kept for the figures, where no held-out prompts are given.
-HOLD_OUT = 50
 
 
 def train(
@@ -124,6 +120,8 @@ def train(
     """
     if kind not in KINDS:
         raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if every < 1:
+        raise ConfigError(f"--every must be above 0, got {every}")
     schedule = {"rows": rows, "length": length, "steps": steps, "lr": lr, "warmup": warmup}
     own = {
         "intermediate_size": intermediate_size,
@@ -161,27 +159,22 @@ def train(
         from specla.train.capture import Capture
         from specla.train.kinds import kind_of
         from specla.train.run import KEEP_BYTES, texts_of
+        from specla.train.session import compute_for, held_apart
 
         chosen = kind_of(kind, llm.model, llm.tokenizer.digest, _given(schedule), _given(own))
         capture = Capture(llm.model, chosen.feature_layers, keep_bytes=KEEP_BYTES)
         asked = _prompts(llm, prompts, params)
         texts = texts_of(llm.engine, capture, asked, params, out / "answers.jsonl", tick)
         if held_out is None:
-            held, texts = texts[::HOLD_OUT], [t for i, t in enumerate(texts) if i % HOLD_OUT]
+            texts, held = held_apart(texts)
         else:
             again = _prompts(llm, held_out, params)
             held = texts_of(llm.engine, capture, again, params, out / "held-out.jsonl", tick)
-        run = chosen.run(out, capture, texts, held, _compute(llm.config.device))
+        run = chosen.run(out, capture, texts, held, compute_for(llm.model))
         note(f"{'going on at' if run.resumed else 'starting at'} step {run.step}")
         found = run(every=every, minutes=minutes, tick=tick, note=note)
     note(f"tau {found.tau:.3f} on held-out texts; {out / 'checkpoint'}")
     return 0
-
-
-def _compute(device: str) -> torch.dtype:
-    import torch
-
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def _given(options: Mapping[str, object]) -> dict[str, object]:

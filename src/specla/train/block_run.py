@@ -14,7 +14,14 @@ from pathlib import Path
 
 import torch
 
-from specla.drafters.block_config import OPTIONAL, BlockConfig, check_target, expected_tensors
+from specla.drafters.agreement import check_tokenizer
+from specla.drafters.block_config import (
+    MAX_BLOCK,
+    OPTIONAL,
+    BlockConfig,
+    check_target,
+    expected_tensors,
+)
 from specla.drafters.block_files import (
     READER,
     READER_FILE,
@@ -32,6 +39,7 @@ from specla.train.block_loop import READER as READER_SHARES
 from specla.train.block_loop import BlockRecipe, BlockSteps, shares_for
 from specla.train.capture import Capture, Text
 from specla.train.session import Session, all_batches, teaching
+from specla.train.steps import check_above_zero
 
 FEATURES = 5
 """Feature layers of a target that has as many to give."""
@@ -56,6 +64,9 @@ class BlockSizes:
     mask_token_id: int | None = None
     target_layer_ids: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        check_above_zero(self, or_zero=("markov_rank", "window"), but=("mask_token_id",))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderSizes:
@@ -64,6 +75,9 @@ class ReaderSizes:
     rank: int = 8
     bottleneck: int | None = None
     state_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_above_zero(self)
 
 
 def block_config_for(
@@ -81,10 +95,10 @@ def block_config_for(
     layers = sizes.target_layer_ids or feature_layers(count)
     heads = sizes.num_heads or max(1, width // sizes.head_dim)
     kv_heads, mask = sizes.num_kv_heads or heads, sizes.mask_token_id
-    least, valid = min(sizes.draft_layers, sizes.block_size), range(info.vocab_size)
+    valid = range(info.vocab_size)
     for what, ok in (
         (f"feature layers must be different ids below {count}", _ids_below(layers, count)),
-        ("draft-layers and block-size must be above 0", least > 0),
+        (f"block-size must be at most {MAX_BLOCK}", sizes.block_size <= MAX_BLOCK),
         (f"heads ({heads}) must be a multiple of kv-heads ({kv_heads})", heads % kv_heads == 0),
         (f"mask must be a token below {len(valid)}", mask is None or mask in valid),
         ("head-dim must be even", sizes.head_dim % 2 == 0),
@@ -135,7 +149,7 @@ def reader_config_for(model: TargetModel, sizes: ReaderSizes) -> ReaderConfig:
     shape, width = model.info.recurrent, model.info.hidden_size
     count = shape.num_layers
     layers = sizes.state_layers or tuple(sorted({max(count // 2 - 1, 0), count - 1}))
-    if not _ids_below(layers, count) or sizes.rank < 1:
+    if not _ids_below(layers, count):
         raise ConfigError(f"state layers must be different ids below {count}, got {sizes}")
     return ReaderConfig(
         state_layers=layers,
@@ -195,14 +209,15 @@ class BlockRun(Session[BlockBatch]):
         super().__init__(folder, steps, all_batches(packer, held_out, recipe))
 
 
-def start_config(folder: Path, model: TargetModel) -> BlockConfig:
+def start_config(folder: Path, model: TargetModel, tokenizer_hash: str | None) -> BlockConfig:
     """The config of a drafter to start from.
 
     Raises:
-        ConfigError: no drafter, or one of another target.
+        ConfigError: no drafter, or one of another target or tokenizer.
     """
     config = read_config(folder)
     check_target(config, model.info, str(folder))
+    check_tokenizer(config.tokenizer_hash, tokenizer_hash, folder)
     return config
 
 

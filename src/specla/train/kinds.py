@@ -114,7 +114,7 @@ class _Block(Kind):
                 f"{', '.join(sizes)}; leave them out"
             )
         else:
-            self._config = start_config(self._start, model)
+            self._config = start_config(self._start, model, tokenizer_hash)
         self.feature_layers = self._config.target_layer_ids
 
     def run(

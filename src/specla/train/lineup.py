@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from specla.engine.engine import Engine
 from specla.errors import SpeclaError
@@ -28,17 +27,14 @@ from specla.train.chat import ASSISTANT_ID, DOCUMENT_END_ID
 from specla.train.kinds import kind_of
 from specla.train.packing import TOKEN_BITS, load_pools
 from specla.train.run import Prompt, texts_of
-from specla.train.session import CHECKPOINT, Session
+from specla.train.session import CHECKPOINT, Session, Tick, compute_for, held_apart
 
-Tick = Callable[[str, int, int], None]
 Note = Callable[[str], None]
 
 ENDLESS = 1_000_000
 """Steps of a run whose speed is not known yet."""
 SLICE = 512
 """Prompts between two looks at the clock."""
-HOLD_OUT = 50
-"""Every so many answers one is kept for the figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +246,8 @@ def _train(
         own["start"] = work / entry.start / CHECKPOINT
         if not (own["start"] / "config.json").is_file():
             raise SpeclaError(f"{entry.start}, which it starts from, is missing")
-    held, rest = texts[::HOLD_OUT], [t for i, t in enumerate(texts) if i % HOLD_OUT]
-    compute = torch.float32 if model.device.type == "cpu" else torch.bfloat16
+    rest, held = held_apart(texts)
+    compute = compute_for(model)
 
     def session(steps: int) -> Session[Any]:
         kind = kind_of(entry.kind, model, tokenizer_hash, {**entry.schedule, "steps": steps}, own)

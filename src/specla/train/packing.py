@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specla.errors import ConfigError
+
 TOKEN_BITS, LIGHT_BIT, START_BIT = (1 << 30) - 1, 1 << 30, 1 << 31
 
 
@@ -46,8 +48,22 @@ class Pool:
 
 
 def load_pools(folder: Path, names: list[str]) -> list[Pool]:
-    """The pools ``NAME.npy`` of a folder."""
-    return [Pool(name, np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names]
+    """The pools ``NAME.npy`` of a folder.
+
+    Raises:
+        ConfigError: one is in another format.
+    """
+    return [_load(folder / f"{name}.npy") for name in names]
+
+
+def _load(path: Path) -> Pool:
+    tokens = np.load(path, mmap_mode="r")
+    if tokens.dtype != np.uint32:
+        raise ConfigError(
+            f"a pool must hold uint32 words, {path} holds {tokens.dtype}; write the pools again "
+            "with python -m specla.train.prepare"
+        )
+    return Pool(path.stem, tokens)
 
 
 class Sampler:

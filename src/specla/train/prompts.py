@@ -53,13 +53,13 @@ def asked_functions(seed: int, count: int, *, held_out: bool) -> list[Row]:
 
 def train_prompts(data: Path, count: int) -> dict[str, list[Row]]:
     """About `count` prompts by source, of the training splits."""
-    symbolic = corpus.split_symbolic(corpus.read_problems(data / "gsm_symbolic_40k.jsonl.xz"))
+    symbolic = corpus.split_symbolic(corpus.read_problems(corpus.locate(data, corpus.SYMBOLIC)))
     wanted = {name: round(share * count) for name, share in SHARES.items()}
     words = problems.word_problems(TRAIN_SEEDS)
     sources = {
         "generated": distinct(itertools.islice(words, wanted["generated"])),
         "symbolic": distinct(symbolic["train"]),
-        "gsm8k": distinct(corpus.read_problems(data / "train.jsonl")),
+        "gsm8k": distinct(corpus.read_problems(corpus.locate(data, corpus.GSM8K_TRAIN))),
         "functions": asked_functions(11, wanted["functions"], held_out=False),
     }
     return {name: shuffled(sources[name])[: wanted[name]] for name in SHARES}
@@ -67,7 +67,7 @@ def train_prompts(data: Path, count: int) -> dict[str, list[Row]]:
 
 def held_out_prompts(data: Path, count: int) -> dict[str, list[Row]]:
     """`count` prompts by source, of the held-out splits."""
-    symbolic = corpus.split_symbolic(corpus.read_problems(data / "gsm_symbolic_40k.jsonl.xz"))
+    symbolic = corpus.split_symbolic(corpus.read_problems(corpus.locate(data, corpus.SYMBOLIC)))
     words = problems.word_problems(HELD_OUT_SEEDS, held_out=True)
     sources = {
         "generated": distinct(itertools.islice(words, count)),

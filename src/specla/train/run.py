@@ -23,6 +23,7 @@ from specla.train.capture import Answers, Capture, Text, agreed, answer
 from specla.train.eagle import EagleNet
 from specla.train.loop import Recipe, Trainer
 from specla.train.session import Session, Tick, all_batches, teaching
+from specla.train.steps import check_above_zero
 
 KEEP_BYTES = 3 << 30
 """Features kept of texts that come again."""
@@ -49,6 +50,9 @@ class Sizes:
     draft_vocab_size: int | None = None
     target_layer_ids: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        check_above_zero(self)
+
 
 def config_for(model: TargetModel, sizes: Sizes, tokenizer_hash: str | None) -> EagleConfig:
     """Sizes for a target: its own width and one of its own layers, all of its vocabulary, layers
@@ -71,6 +75,8 @@ def config_for(model: TargetModel, sizes: Sizes, tokenizer_hash: str | None) -> 
     if sizes.mixer == "attention":
         if sizes.head_v_dim not in (None, head_dim):
             raise ConfigError(f"attention has one head_dim, got {head_dim} and {value_dim}")
+        if head_dim % 2:
+            raise ConfigError(f"attention needs an even head_dim, got {head_dim}")
         value_dim = head_dim
     return EagleConfig(
         hidden_size=width,

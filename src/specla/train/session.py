@@ -13,13 +13,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic
 
+import torch
+
 from specla.errors import ConfigError
+from specla.models.base import TargetModel
 from specla.train.batches import fill
 from specla.train.capture import Text
 from specla.train.steps import B, Figures, Pack, Schedule, Steps
 
 Tick = Callable[[str, int, int], None]
 CHECKPOINT, LOG = "checkpoint", "log.csv"
+HOLD_OUT = 50
+"""Every so many answers one is kept for the figures, where there are no held-out prompts."""
 
 
 class Session(Generic[B]):
@@ -33,7 +38,13 @@ class Session(Generic[B]):
         self, *, every: int, minutes: float, tick: Tick | None = None, note: Callable[[str], None]
     ) -> Figures:
         """Train to the end of the schedule, or for `minutes`; held-out figures and a checkpoint
-        every so many steps."""
+        every so many steps.
+
+        Raises:
+            ConfigError: `every` is not above 0.
+        """
+        if every < 1:
+            raise ConfigError(f"steps between figures (every) must be above 0, got {every}")
         trainer, began, losses = self._steps, time.monotonic(), list[float]()
         last = trainer.schedule.steps
         found = self.look(float("nan"), note)
@@ -71,6 +82,16 @@ class Session(Generic[B]):
         _append(self.folder / LOG, row)
         note(" ".join(f"{name} {value}" for name, value in row.items()))
         return found
+
+
+def held_apart(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
+    """(those to learn from, those for the figures)."""
+    return [text for i, text in enumerate(texts) if i % HOLD_OUT], list(texts[::HOLD_OUT])
+
+
+def compute_for(model: TargetModel) -> torch.dtype:
+    """Of a drafter's matrix products in training."""
+    return torch.float32 if model.device.type == "cpu" else torch.bfloat16
 
 
 def teaching(

@@ -11,7 +11,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +31,25 @@ Pack = Callable[[Sequence[Sequence[Text]]], B]
 """A list of texts per row -> a batch."""
 
 
+def check_above_zero(record: Any, *, or_zero: Sequence[str] = (), but: Sequence[str] = ()) -> None:
+    """Refuse a record with a number that must be above 0 and is not; None is no number.
+
+    Args:
+        or_zero: fields that may be 0 as well. but: fields that may be anything.
+
+    Raises:
+        ConfigError: such a number; its field is named.
+    """
+    for name in (field.name for field in fields(record) if field.name not in but):
+        value = getattr(record, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        ok = value >= 0 if name in or_zero else value > 0
+        if not ok:
+            must = "0 or above" if name in or_zero else "above 0"
+            raise ConfigError(f"{name} must be {must}, got {value}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """What decides the result of a run, besides texts and target, for every kind of drafter.
@@ -45,6 +64,9 @@ class Schedule:
     warmup: int = 40
     clip: float = 0.5
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_above_zero(self, but=("seed",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
