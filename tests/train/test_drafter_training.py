@@ -67,12 +67,12 @@ def test_answers_go_on_where_they_stopped(
     target: TargetModel, engine: Engine, texts: list[Text], tmp_path: Path
 ) -> None:
     path = tmp_path / "answers.jsonl"
-    answers = Answers(path)
+    answers = Answers(path, GREEDY)
     for i in (7, 2):
         answers.add(i, texts[i])
     with path.open("a") as file:
         file.write('{"number": 3, "num_pro')
-    assert Answers(path).missing(9) == [0, 1, 3, 4, 5, 6, 8]
+    assert Answers(path, GREEDY).missing(9) == [0, 1, 3, 4, 5, 6, 8]
     prompts = [Prompt(tokens=p, known=None) for p in PROMPTS[:9]]
     capture = Capture(target, (0,))
     assert texts_of(engine, capture, prompts, GREEDY, path) == texts[:9]
@@ -80,6 +80,9 @@ def test_answers_go_on_where_they_stopped(
     assert len(path.read_text().splitlines()) == 9
     with pytest.raises(ConfigError, match="is to another"):
         texts_of(engine, capture, prompts[1:], GREEDY, path)
+    for name, other in (("max_tokens", {"max_tokens": 9}), ("temperature", {"temperature": 1})):
+        with pytest.raises(ConfigError, match=f"the {name} they were begun with"):
+            texts_of(engine, capture, prompts, replace(GREEDY, **other), path)
 
 
 def test_a_known_answer_is_taken_as_far_as_the_target_agrees(

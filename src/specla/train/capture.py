@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specla.engine.engine import Engine
+from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.request import Request, SamplingParams
@@ -57,10 +59,15 @@ def answer(
 
 
 class Answers:
-    """The file of answers: one JSON line each, in the order in which they ended."""
+    """The file of answers: one JSON line each, in the order in which they ended.
 
-    def __init__(self, path: Path) -> None:
+    Raises:
+        ConfigError: it holds answers that were asked for otherwise than by `params`.
+    """
+
+    def __init__(self, path: Path, params: SamplingParams) -> None:
         self.path = path
+        self._asked = {"max_tokens": params.max_tokens, "temperature": params.temperature}
         self.texts: dict[int, Text] = {}
         if path.exists():
             # A line that was being written when the run stopped has no end.
@@ -68,6 +75,7 @@ class Answers:
             path.write_text(whole + "\n" if whole else "", encoding="utf-8")
             for line in whole.splitlines():
                 row = json.loads(line)
+                self._check(row)
                 self.texts[row["number"]] = Text(
                     tokens=tuple(row["tokens"]), num_prompt=row["num_prompt"]
                 )
@@ -76,8 +84,18 @@ class Answers:
         """Append one answer."""
         self.texts[number] = text
         row = {"number": number, "num_prompt": text.num_prompt, "tokens": text.tokens}
+        row |= self._asked
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def _check(self, row: Mapping[str, Any]) -> None:
+        for name, mine in self._asked.items():
+            # Files of old do not say.
+            if row.get(name, mine) != mine:
+                raise ConfigError(
+                    f"answers go on with the {name} they were begun with, but {self.path} has "
+                    f"{row[name]}, now {mine}; use another folder, or delete the file"
+                )
 
     def missing(self, count: int) -> list[int]:
         """Which of the prompts 0 .. count - 1 have no answer yet."""

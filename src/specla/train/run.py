@@ -115,9 +115,9 @@ def texts_of(
 
     Raises:
         ConfigError: known answers, and a temperature at which the target would say others; a
-            file of answers to other prompts.
+            file of answers to other prompts, or of other params.
     """
-    answers = Answers(path)
+    answers = Answers(path, params)
     for i, text in answers.texts.items():
         if i >= len(prompts) or text.tokens[: text.num_prompt] != prompts[i].tokens:
             raise ConfigError(
