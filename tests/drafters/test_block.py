@@ -354,6 +354,8 @@ def test_options_out_of_range_are_named(folders: dict[str, Path]) -> None:
         ("window", 2.5),
         ("window", "all"),
         ("min_survival", 1.5),
+        ("spine", "no"),
+        ("reader", 0),
     ):
         with pytest.raises(ConfigError, match=option):
             BlockDrafter(path=str(folders["dspark"]), **{option: value})  # type: ignore[arg-type]

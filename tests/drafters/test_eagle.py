@@ -378,7 +378,9 @@ def test_a_broken_d2t_is_refused(tmp_path: Path, target: TargetModel) -> None:
 
 def test_options_out_of_range_are_named(folder: Path, target: TargetModel) -> None:
     bound(folder, target)
-    for option, value in (("top_k", 0), ("max_depth", 0), ("tau", -1), ("tau", float("nan"))):
+    for option, value in (
+        ("top_k", 0), ("max_depth", 0), ("tau", -1), ("tau", float("nan")), ("spine", "no"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=option):
             EagleDrafter(path=str(folder), **{option: value})
     with pytest.raises(ConfigError, match="does not exist"):

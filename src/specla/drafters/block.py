@@ -35,7 +35,7 @@ from specla.drafters.block_model import BlockModel, Inject
 from specla.drafters.calibration import survival
 from specla.drafters.grow import Growing
 from specla.drafters.marginals import best_first
-from specla.drafters.options import require, require_int, require_number
+from specla.drafters.options import require, require_flag, require_int, require_number
 from specla.drafters.reader import Reader, check_states
 from specla.models.base import TargetModel
 from specla.state import State
@@ -83,6 +83,7 @@ class BlockDrafter:
         require_int("top_k", top_k, 1, 64)
         require_int("max_depth", depth, 1, config.num_drafts)
         require_number("tau", tau, 0, 1e9)
+        require_flag("spine", spine)
         if window is not None:
             require_int("window", window, 1, 1 << 30)
         require_number("min_survival", min_survival, 0, 1)
@@ -91,6 +92,8 @@ class BlockDrafter:
         self.feature_layers = config.target_layer_ids
         self._top_k, self._tau, self._spine, self._window = top_k, tau, spine, window
         self._min_survival = min_survival
+        if reader is not None:
+            require_flag("reader", reader)
         reads = has_reader(self._folder) if reader is None else reader
         self._reader_config = read_reader_config(self._folder) if reads else None
         self.info = DrafterInfo(

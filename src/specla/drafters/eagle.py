@@ -24,7 +24,7 @@ from specla.drafters.eagle_config import check_target
 from specla.drafters.eagle_files import load_weights, read_config
 from specla.drafters.eagle_model import EagleModel
 from specla.drafters.grow import Growing
-from specla.drafters.options import require_int, require_number
+from specla.drafters.options import require_flag, require_int, require_number
 from specla.models.base import TargetModel
 from specla.topology.tree import DraftTree
 
@@ -57,6 +57,7 @@ class EagleDrafter:
         require_int("top_k", top_k, 1, 64)
         require_int("max_depth", max_depth, 1, 1023)
         require_number("tau", tau, 0, 1e9)
+        require_flag("spine", spine)
         self._folder = Path(path)
         self.config = read_config(self._folder)
         self.feature_layers = self.config.target_layer_ids

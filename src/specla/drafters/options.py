@@ -20,6 +20,11 @@ def require_int(option: str, value: object, low: int, high: int) -> None:
     require(ok, option, f"an integer in [{low}, {high}]", value)
 
 
+def require_flag(option: str, value: object) -> None:
+    """`value` must be True or False."""
+    require(isinstance(value, bool), option, "True or False", value)
+
+
 def require_number(option: str, value: object, low: float, high: float) -> None:
     """`value` must be a finite number in [low, high]."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
