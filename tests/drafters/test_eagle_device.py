@@ -172,7 +172,7 @@ def test_rounds_on_the_device_and_back(tmp_path: Path, target: TargetModel) -> N
     play.start(3, 1)
     play.start(2, 3)
     slots = [1, 3, 2]
-    rnd, arrays = play.load(slots, 6)
+    rnd, arrays = play.load(slots, 8)
     for last in ((), (2,)):
         play.round(slots, rnd, arrays, last)
     rnd.num_nodes[1] = 0

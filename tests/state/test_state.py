@@ -14,6 +14,8 @@ from torch import Tensor
 
 from specla.errors import CapacityExceeded, ConfigError
 from specla.state import State
+from specla.state.log import Log
+from specla.state.rounds import DeviceRounds
 from specla.topology.tree import DraftTree
 
 NAN = float("nan")
@@ -277,6 +279,22 @@ def test_a_round_of_a_free_slot_is_our_bug() -> None:
     state = new_state()
     with pytest.raises(AssertionError, match="slot 2 is free"):
         state.begin([2], [DraftTree.root(3)])
+
+
+def test_device_rounds_have_sizes_of_buckets() -> None:
+    rounds, log, three = (
+        DeviceRounds(3, torch.device("cpu")),
+        Log(0, 3, 0),
+        DraftTree.chain(1, [2, 3]),
+    )
+    plan = rounds.plan([1, 2, 3], [log] * 3, [three] * 3)
+    assert (plan.round.tokens.shape, plan.offsets) == ((4, 4), (0, 4, 8))
+    with pytest.raises(AssertionError, match=r"powers of two, got \(1, 3\)"):
+        rounds.plan([1], [log], [DraftTree.root(1)], num_nodes=3)
+    with pytest.raises(AssertionError, match=r"powers of two, got \(3, 4\)"):
+        rounds.round(3, 4)
+    with pytest.raises(AssertionError, match="room for 3 nodes, got 4"):
+        rounds.plan([1], [log], [DraftTree.chain(1, [2, 3, 4])])
 
 
 def test_check_integrity_finds_a_dirty_free_slot() -> None:

@@ -128,12 +128,14 @@ class DeviceRounds:
         num_nodes: int = 1,
     ) -> DevicePlan:
         """One round over rows (slots[b], logs[b], trees[b]), on its way to the device. num_nodes:
-        room for trees of as many.
+        room for trees of as many, a power of two.
 
         The caller has read the last round's results before it asks for the next: the staging
         buffer is written again.
         """
-        nodes = bucket(max(num_nodes, *(tree.num_nodes for tree in trees)))
+        widest = max(tree.num_nodes for tree in trees)
+        assert widest <= self._max_nodes, f"room for {self._max_nodes} nodes, got {widest}"
+        nodes = max(num_nodes, bucket(widest))
         made = self._bucket(bucket(len(slots)), nodes)
         made.fill(slots, logs, trees)
         return DevicePlan(made.round, tuple(b * nodes for b in range(len(slots))))
@@ -141,5 +143,7 @@ class DeviceRounds:
     def _bucket(self, rows: int, nodes: int) -> _Bucket:
         key = (rows, nodes)
         if key not in self._buckets:
+            # Whoever counts on another size would have buffers that kernels write past the end of.
+            assert key == (bucket(rows), bucket(nodes)), f"must be powers of two, got {key}"
             self._buckets[key] = _Bucket(rows, nodes, self._max_nodes, self._device)
         return self._buckets[key]
