@@ -91,3 +91,7 @@ def test_what_is_refused(toy: str, prompts: str, tmp_path: Path, capsys: CAPTURE
     ):
         assert train(toy, tmp_path / "run", prompts, *flags) == 2, flags
         assert message in capsys.readouterr().err
+    config = block / "checkpoint" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_hash": "0" * 64}))
+    assert train(toy, tmp_path / "run", prompts, "--kind", "block", *start) == 2
+    assert "must be used with the tokenizer" in capsys.readouterr().err
