@@ -106,6 +106,17 @@ def test_looking_is_bounded_and_goes_on() -> None:
     assert later.steps - later.tokens <= (ALLOWANCE + 0.001) * 1500
 
 
+def test_a_drafter_that_costs_many_steps_is_looked_at_too() -> None:
+    costs = Stairs(fixed=900, each=10, draft=3000.0)
+    budget = Budget("x", MAX_NODES, costs)
+    play(budget, costs, lambda i, d: 0.0, rows=1, rounds=200)
+    later = play(budget, costs, lambda i, d: 0.0, rows=1, rounds=1500)
+    assert sum(nodes > 1 for nodes in later.nodes) > 3
+    assert later.steps - later.tokens <= (ALLOWANCE + 0.001) * 1500 + 4
+    good = play(budget, costs, lambda i, d: 0.98, rows=1, rounds=3000)
+    assert good.tokens / good.steps > 2
+
+
 def row(max_drafts: int = 15, slot: int = 1) -> DraftRow:
     return DraftRow(slot=slot, tokens=(1,), num_prompt_tokens=1, max_drafts=max_drafts, seed=0)
 

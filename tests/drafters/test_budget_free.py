@@ -84,6 +84,15 @@ def test_the_device_is_not_loaded_all_the_time() -> None:
         assert play(FreeBudget(16, DEAR), DEAR, p, 1, 1000).loads <= 50
 
 
+def test_drafting_that_costs_many_steps_is_looked_at_too() -> None:
+    costs = Stairs(fixed=900, each=10, draft=2000.0)
+    budget = FreeBudget(16, costs)
+    assert play(budget, costs, 0.0, 1, 2500).speed >= 0.97
+    # Three steps must give three tokens: 1 + p + p^2 + ... over 16 nodes.
+    assert "break-even p 0.7" in budget.detail
+    assert play(budget, costs, 0.98, 1, 2500, seed=2).nodes[-1] == 16
+
+
 def test_fixed_is_one_size() -> None:
     budget = FreeBudget(16, DEAR, fixed=4)
     assert set(play(budget, DEAR, 0.0, 2, 100).nodes) == {4}

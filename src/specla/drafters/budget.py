@@ -66,11 +66,12 @@ class Decision:
 
 
 class Account:
-    """What may be lost by drafting, in AR steps (see above). on: whether drafting is."""
+    """What may be lost by drafting, in AR steps (see above). on: whether drafting is. look: what
+    the next look costs; so much can be saved, however dear it is."""
 
     def __init__(self) -> None:
         self.on, self.switches = True, 0
-        self.credit, self.saved = START_CREDIT, 0.0
+        self.credit, self.saved, self.look = START_CREDIT, 0.0, 0.0
 
     def book(self, net: float) -> None:
         """A round emitted so much more per row than it cost."""
@@ -79,7 +80,7 @@ class Account:
         elif self.credit < RESUME_CREDIT and net >= 0:
             self.credit += ALLOWANCE + net
         else:
-            self.saved = min(MOST_SAVED, self.saved + ALLOWANCE + net)
+            self.saved = min(max(MOST_SAVED, self.look), self.saved + ALLOWANCE + net)
 
     @property
     def may_resume(self) -> bool:
@@ -148,6 +149,7 @@ class Budget:
         _, nodes = self._break_even(rows)
         step = self._costs.round_us(rows, 1)
         price = (self._costs.round_us(rows, nodes) + self._call_us(rows, nodes)) / step - 1
+        self.account.look = price
         return nodes - 1 if self.account.saved >= price else 0
 
     def _call_us(self, rows: int, nodes: int) -> float:

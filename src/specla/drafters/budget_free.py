@@ -114,12 +114,15 @@ class FreeBudget:
         self.detail = f"pays: {self.nodes} nodes, {speeds[self.nodes]:.2f} of plain decoding"
 
     def _stay_off(self, rows: int) -> None:
-        p, nodes = break_even(self._costs, rows, self._sizes[-1], draft_us=0.0)
+        draft = self._costs.draft_us(rows, self._sizes[-1]) or 0.0
+        p, nodes = break_even(self._costs, rows, self._sizes[-1], draft_us=draft)
         price = max(ALLOWANCE, self._steps(rows, self._size(nodes)) - 1)
         most = int((MOST_SAVED - LOADING) / price)
-        if self.account.saved >= LOADING + max(1, min(LOOK, most)) * price:
+        rounds = max(1, min(LOOK, most))
+        self.account.look = LOADING + rounds * price
+        if self.account.saved >= self.account.look:
             self.account.book(-LOADING)
-            self._look(rows, max(1, min(LOOK, most)), at_least=nodes)
+            self._look(rows, rounds, at_least=nodes)
         else:
             self.nodes, self._left, self.reason = 1, LOOK, "off"
         sign = ">" if p > self._expected[0] else "<="
