@@ -51,6 +51,10 @@ def test_the_folder_beside_a_target(tmp_path: Path) -> None:
     (tmp_path / "eagle" / "config.json").write_text("{}")
     assert beside(tmp_path) == with_folder("eagle", tmp_path) == f"eagle:{tmp_path / 'eagle'}"
     assert with_folder("eagle:/else/where", tmp_path) == "eagle:/else/where"
+    (tmp_path / "block").mkdir()
+    (tmp_path / "block" / "config.json").write_text("{}")
+    assert beside(tmp_path) == f"eagle:{tmp_path / 'eagle'}"
+    assert with_folder("block", tmp_path) == f"block:{tmp_path / 'block'}"
 
 
 def test_unknown_option_is_refused() -> None:

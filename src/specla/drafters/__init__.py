@@ -63,13 +63,12 @@ def with_folder(name: str, target: Path) -> str:
     """
     if name not in TRAINED:
         return name
-    found = beside(target)
-    if found is None or found.partition(":")[0] != name:
+    if not (target / name / "config.json").is_file():
         raise ConfigError(
             f"drafter {name} needs a trained checkpoint, and {target / name} does not exist; "
             f"train one with `specla train TARGET --kind {name}`, then --drafter {name}:FOLDER"
         )
-    return found
+    return f"{name}:{target / name}"
 
 
 def resolve_name(name: str) -> str:
