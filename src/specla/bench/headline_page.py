@@ -50,7 +50,11 @@ def metrics(
     found.append(_round(named.get((GSM8K, PRUNED)), missing))
     gains = (
         ("tau_tree_over_chain_gsm8k", (TREE, CHAIN), "the chain, same depth"),
-        ("reader_tau_gain", (READER, BLOCK_MORE), "block drafter, same extra time, its own loss, no state"),
+        (
+            "reader_tau_gain",
+            (READER, BLOCK_MORE),
+            "block drafter, same extra time, its own loss, no state",
+        ),
     )
     for name, pair, base in gains:
         ratio = tau_ratio(samples, GSM8K, *pair)
