@@ -137,7 +137,7 @@ class LLM:
         config = self.config
         table, reason = find_table(
             asked,
-            Identity.of(self.model),
+            Identity.of(self.model, config.log_capacity),
             rows=config.max_slots,
             nodes=config.max_nodes,
             mode=config.mode,

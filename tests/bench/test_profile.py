@@ -17,6 +17,7 @@ from specla.bench.profile import Profile, Size
 from specla.bench.profile_page import break_even, hopeless, rounds
 from specla.drafters.ngram import NgramDrafter
 from specla.engine.cost import Cost, CostTable, Identity
+from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.models.toy import write_toy_checkpoint
 
@@ -50,10 +51,15 @@ def test_every_bucket_and_shape_is_measured_once(target: TargetModel) -> None:
     assert sorted(by_part["accept"]) == sorted((b, n, n - 1) for b in (1, 2, 4) for n in (1, 2, 4))
     assert by_part["draft"] == [(b, 4, 3) for b in (1, 2, 4)]
     assert all(0 < c.p10 <= c.us <= c.p90 for c in measuring.measured)
-    assert {c.kernel for c in measuring.measured} == {"reference", "", "ngram"}
+    assert {c.kernel for c in measuring.measured} == {
+        "reference", "", NgramDrafter().info.priced_as,
+    }  # fmt: skip
     table = measuring.table()
-    assert table.identity == Identity.of(target)
+    assert table.identity == Identity.of(target, 0)
     assert table.round_us(3, 3) > table.find("verify", 4, 4, kernel="reference").us
+    assert table.draft_us(1, 4, NgramDrafter().info.priced_as) > 0
+    with pytest.raises(ConfigError, match=r"draft \(ngram .*num_draft_tokens=2\)"):
+        table.draft_us(1, 4, NgramDrafter(num_draft_tokens=2).info.priced_as)
 
 
 def test_the_first_call_of_all_does_not_count(
@@ -191,7 +197,7 @@ def made(part: str, rows: int, nodes: int, depth: int, us: float, kernel: str) -
 
 def test_the_page_adds_up() -> None:
     table = CostTable(
-        Identity(device="d", model="m", torch="t", triton="t", specla="s"),
+        Identity(device="d", model="m", log_capacity=0, torch="t", triton="t", specla="s"),
         [
             made("verify", 1, 1, 0, 90, "walk"), made("verify", 1, 1, 0, 95, "closed"),
             made("verify", 1, 4, 2, 390, "walk"), made("verify", 1, 4, 2, 260, "closed"),

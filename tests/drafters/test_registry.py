@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from block_toy import block_drafter
+from eagle_toy import toy_config, toy_drafter, write_drafter
 
 from specla.drafters import UNTRAINED, beside, build, option_names, resolve_name, with_folder
+from specla.drafters.eagle import EagleDrafter
 from specla.drafters.none import NoDrafter
 from specla.errors import ConfigError
+from specla.models.base import ModelInfo
+from specla.ops.contract import RecurrentShape
 from specla.topology.tree import DraftTree
 
 
@@ -55,6 +60,68 @@ def test_the_folder_beside_a_target(tmp_path: Path) -> None:
     (tmp_path / "block" / "config.json").write_text("{}")
     assert beside(tmp_path) == f"eagle:{tmp_path / 'eagle'}"
     assert with_folder("block", tmp_path) == f"block:{tmp_path / 'block'}"
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("ngram", "prompt_lookup_max", 5),
+        ("ngram", "prompt_lookup_min", 1),
+        ("ngram", "num_draft_tokens", 9),
+        ("suffix", "max_match", 25),
+        ("suffix", "min_match", 2),
+        ("suffix", "max_spec_factor", 1.5),
+        ("suffix", "max_spec_offset", 1.0),
+        ("suffix", "min_token_prob", 0.2),
+        ("suffix", "max_votes", 31),
+        ("suffix", "global_tokens", 0),
+    ],
+)
+def test_other_options_have_a_price_of_their_own(name: str, option: str, value: object) -> None:
+    usual, other = build(name).info, build(name, options={option: value}).info
+    assert other.priced_as.startswith(f"{name} ")
+    assert f"{option}={value:g}" in other.priced_as
+    assert usual.priced_as != other.priced_as
+    assert usual.priced_as == build(name).info.priced_as
+
+
+def test_every_option_of_an_untrained_drafter_is_in_its_price() -> None:
+    for name in UNTRAINED:
+        assert all(f"{option}=" in build(name).info.variant for option in option_names(name))
+
+
+def tiny_target() -> ModelInfo:
+    shape = RecurrentShape(
+        num_layers=2, num_key_heads=1, num_value_heads=2, key_dim=8, value_dim=12, conv_width=4
+    )
+    return ModelInfo(
+        architecture="", fingerprint="0123", vocab_size=48, hidden_size=16, num_parameters=0,
+        weight_bytes=0, eos_token_ids=(), recurrent=shape,
+    )  # fmt: skip
+
+
+def test_a_trained_drafter_is_priced_by_checkpoint_and_options(tmp_path: Path) -> None:
+    info = tiny_target()
+    attention = write_drafter(tmp_path / "f", toy_config(info, mixer="attention", num_v_heads=1))
+    eagles = [
+        toy_drafter(tmp_path / "a", info),
+        toy_drafter(tmp_path / "b", info, top_k=2),
+        toy_drafter(tmp_path / "c", info, max_depth=2),
+        toy_drafter(tmp_path / "d", info, tau=1.0),
+        toy_drafter(tmp_path / "e", info, spine=False),
+        EagleDrafter(path=str(attention)),
+    ]
+    assert len({one.info.priced_as for one in eagles}) == len(eagles)
+    assert eagles[0].info.priced_as == toy_drafter(tmp_path / "g", info, tau=6).info.priced_as
+    blocks = [
+        block_drafter(tmp_path / "h", info),
+        block_drafter(tmp_path / "i", info, top_k=2),
+        block_drafter(tmp_path / "j", info, max_depth=2),
+        block_drafter(tmp_path / "k", info, tau=1.0),
+        block_drafter(tmp_path / "l", info, spine=False),
+        block_drafter(tmp_path / "m", info, window=3),
+    ]
+    assert len({one.info.priced_as for one in blocks}) == len(blocks)
 
 
 def test_unknown_option_is_refused() -> None:

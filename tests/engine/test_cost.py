@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from specla.engine.kernels import Kernels
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 
-HERE = Identity(device="GPU", model="0123", torch="2", triton="3", specla="0")
+HERE = Identity(device="GPU", model="0123", log_capacity=16, torch="2", triton="3", specla="0")
 
 
 def cost(
@@ -112,18 +112,31 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["costs.json"]
 
 
-@pytest.mark.parametrize("name", ["device", "model", "torch", "triton", "specla"])
+@pytest.mark.parametrize("name", [field.name for field in fields(Identity)])
 def test_another_ones_table_is_refused_by_name(tmp_path: Path, name: str) -> None:
     PLAYED.save(tmp_path / "costs.json")
-    other = replace(HERE, **{name: "other"})
-    with pytest.raises(ConfigError, match=rf"for {name} 'other', but was measured for {name}"):
+    other = replace(HERE, **{name: 0 if name == "log_capacity" else "other"})
+    says = rf"for {name} ('other'|0), but was measured for {name}.*run specla profile here"
+    with pytest.raises(ConfigError, match=says):
         CostTable.load(tmp_path / "costs.json", other)
+
+
+def test_a_table_of_the_format_before_logs_were_told_apart_is_measured_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "costs.json"
+    PLAYED.save(path)
+    record = json.loads(path.read_text())
+    del record["identity"]["log_capacity"]
+    path.write_text(json.dumps(record | {"format": 1}))
+    with pytest.raises(ConfigError, match="format 2, got format 1; run specla profile again"):
+        CostTable.load(path, HERE)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda r: r.update(format=99), "format 1, got format 99"),
+        (lambda r: r.update(format=99), "format 2, got format 99"),
         (lambda r: r.pop("costs"), "identity and costs"),
         (lambda r: r["identity"].pop("device"), "identity and costs"),
         (lambda r: r["costs"][0].update(us="fast"), "us must be microseconds"),
@@ -184,14 +197,15 @@ def test_a_new_mode_joins_and_a_known_one_is_replaced() -> None:
 
 
 def test_identity_of_a_model(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Identity.of(target)
-    assert one == Identity.of(target)
+    one = Identity.of(target, 16)
+    assert one == Identity.of(target, 16)
+    assert replace(one, log_capacity=0) == Identity.of(target, 0) != one
     assert one.device == device_name(torch.device("cpu"))
     assert one.device.endswith(", 1 thread")
     for change in ({"fingerprint": "other"}, {"vocab_size": 7}):
         info = replace(target.info, **change)
         monkeypatch.setattr(target, "info", info)
-        assert Identity.of(target).model != one.model
+        assert Identity.of(target, 16).model != one.model
 
 
 def test_its_place_follows_the_cache_folder(
@@ -200,6 +214,7 @@ def test_its_place_follows_the_cache_folder(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert HERE.path.parent == tmp_path / "specla" / "costs"
     assert HERE.path != replace(HERE, model="else").path
+    assert HERE.path != replace(HERE, log_capacity=0).path, "both are kept"
     assert HERE.path == replace(HERE, torch="else").path, "a new version replaces the old table"
     for ignored in ("", "relative"):  # as the XDG specification asks
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)

@@ -26,7 +26,7 @@ def played(mode: str = "fast") -> CostTable:
     verify = [("verify", kernel, nodes, us[kernel, nodes]) for kernel, nodes in us]
     accept = [("accept", "", nodes, 1.0) for nodes in (1, 8)]
     return CostTable(
-        Identity(device="", model="", torch="", triton="", specla=""),
+        Identity(device="", model="", log_capacity=0, torch="", triton="", specla=""),
         [
             Cost(
                 part=part, rows=rows, nodes=nodes, depth=nodes - 1, kernel=kernel, mode=mode,

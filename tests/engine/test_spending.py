@@ -17,7 +17,7 @@ from specla.models.base import TargetModel
 from specla.testing import AdversarialDrafter, OracleDrafter
 from specla.topology.tree import DraftTree
 
-HERE = Identity(device="here", model="0", torch="2", triton="3", specla="0")
+HERE = Identity(device="here", model="0", log_capacity=0, torch="2", triton="3", specla="0")
 
 
 class Counting:

@@ -114,7 +114,7 @@ class Profile:
 
     def table(self) -> CostTable:
         """What was measured."""
-        return CostTable(Identity.of(self._model), self.measured)
+        return CostTable(Identity.of(self._model, self._log_capacity), self.measured)
 
     @property
     def measured(self) -> list[Cost]:
@@ -218,8 +218,8 @@ class Profile:
 
     def _measure_draft(self, rows: int) -> None:
         assert self._drafter is not None
-        found, name = self._time_draft(rows), self._drafter.info.name
-        self._add("draft", rows, self._nodes, self._nodes - 1, found, name)
+        found, which = self._time_draft(rows), self._drafter.info.priced_as
+        self._add("draft", rows, self._nodes, self._nodes - 1, found, which)
 
     def _time_draft(self, rows: int) -> Found:
         drafter: object = self._drafter

@@ -80,7 +80,7 @@ def profile(
     with progress_bars(wanted=not no_progress) as tick:
         loading = (lambda done, total: tick("loading", done, total)) if tick else None
         target = _load(config, loading)
-        path, older = _place(output, target)
+        path, older = _place(output, target, config.log_capacity)
         measuring = (lambda done, total: tick("measuring", done, total)) if tick else None
         table = _measure(config, target, guesser, measuring).replacing(older)
     table.save(path)
@@ -128,7 +128,9 @@ def _drafter(name: str | None, config: ResolvedConfig) -> Drafter | None:
     return None if name is None else drafters.build(name)
 
 
-def _place(output: Path | None, target: TargetModel) -> tuple[Path, CostTable | None]:
+def _place(
+    output: Path | None, target: TargetModel, log_capacity: int
+) -> tuple[Path, CostTable | None]:
     """Where the table goes, and what was there: known before minutes are spent on measuring.
 
     Raises:
@@ -136,7 +138,7 @@ def _place(output: Path | None, target: TargetModel) -> tuple[Path, CostTable | 
     """
     from specla.engine.cost import CostTable, Identity
 
-    identity = Identity.of(target)
+    identity = Identity.of(target, log_capacity)
     path = output or identity.path
     if not path.exists():
         return path, None
@@ -170,7 +172,7 @@ def _print(
     from specla.bench import profile_page as page
 
     name = drafter.info.name if drafter else None
-    found = page.rounds(table, config.mode, name)
+    found = page.rounds(table, config.mode, drafter.info.priced_as if drafter else None)
     if json:
         record = {
             "path": str(path),

@@ -52,12 +52,19 @@ class DrafterInfo:
     """Capabilities, declared once and checked at load.
 
     name: what reports print. max_depth: deepest draft it can propose. may_return_nothing: an
-    ordinary round of one node can happen.
+    ordinary round of one node can happen. variant: what else a call's cost depends on, options
+    and checkpoint (`options.described`); empty: nothing.
     """
 
     name: str
     max_depth: int
     may_return_nothing: bool
+    variant: str = ""
+
+    @property
+    def priced_as(self) -> str:
+        """What cost tables keep its calls under: two that share a price share this."""
+        return f"{self.name} {self.variant}".strip()
 
 
 class Drafter(Protocol):

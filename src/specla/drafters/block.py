@@ -35,7 +35,14 @@ from specla.drafters.block_model import BlockModel, Inject
 from specla.drafters.calibration import survival
 from specla.drafters.grow import Growing
 from specla.drafters.marginals import best_first
-from specla.drafters.options import require, require_flag, require_int, require_number
+from specla.drafters.options import (
+    described,
+    digest,
+    require,
+    require_flag,
+    require_int,
+    require_number,
+)
 from specla.drafters.reader import Reader, check_states
 from specla.models.base import TargetModel
 from specla.state import State
@@ -100,6 +107,15 @@ class BlockDrafter:
             name="block+reader" if reads else "block",
             max_depth=depth,
             may_return_nothing=min_survival > 0,
+            variant=described(
+                checkpoint=digest(config, self._reader_config),
+                top_k=top_k,
+                max_depth=depth,
+                tau=tau,
+                spine=spine,
+                window=window,
+                min_survival=min_survival,
+            ),
         )
         self._model: BlockModel | None = None
         self._reader: Reader | None = None

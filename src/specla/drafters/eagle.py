@@ -24,7 +24,13 @@ from specla.drafters.eagle_config import check_target
 from specla.drafters.eagle_files import load_weights, read_config
 from specla.drafters.eagle_model import EagleModel
 from specla.drafters.grow import Growing
-from specla.drafters.options import require_flag, require_int, require_number
+from specla.drafters.options import (
+    described,
+    digest,
+    require_flag,
+    require_int,
+    require_number,
+)
 from specla.models.base import TargetModel
 from specla.topology.tree import DraftTree
 
@@ -62,7 +68,12 @@ class EagleDrafter:
         self.config = read_config(self._folder)
         self.feature_layers = self.config.target_layer_ids
         self._top_k, self._tau, self._spine = top_k, tau, spine
-        self.info = DrafterInfo(name="eagle", max_depth=max_depth, may_return_nothing=True)
+        variant = described(
+            checkpoint=digest(self.config), top_k=top_k, max_depth=max_depth, tau=tau, spine=spine
+        )
+        self.info = DrafterInfo(
+            name="eagle", max_depth=max_depth, may_return_nothing=True, variant=variant
+        )
         self._model: EagleModel | None = None
         self._started: set[int] = set()
         # Accepted tokens and the features before them, not encoded yet, by slot.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specla.drafters.base import DrafterInfo, DraftRow, Observation
-from specla.drafters.options import require_int
+from specla.drafters.options import described, require_int
 from specla.drafters.suffix_index import ngrams
 from specla.topology.tree import DraftTree
 
@@ -41,7 +41,16 @@ class NgramDrafter:
         require_int("prompt_lookup_max", prompt_lookup_max, 1, 64)
         require_int("prompt_lookup_min", prompt_lookup_min, 1, prompt_lookup_max)
         require_int("num_draft_tokens", num_draft_tokens, 1, 1023)
-        self.info = DrafterInfo(name="ngram", max_depth=num_draft_tokens, may_return_nothing=True)
+        self.info = DrafterInfo(
+            name="ngram",
+            max_depth=num_draft_tokens,
+            may_return_nothing=True,
+            variant=described(
+                prompt_lookup_max=prompt_lookup_max,
+                prompt_lookup_min=prompt_lookup_min,
+                num_draft_tokens=num_draft_tokens,
+            ),
+        )
         self._sizes = tuple(range(prompt_lookup_max, prompt_lookup_min - 1, -1))
         self._slots: dict[int, _Index] = {}
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specla.drafters.base import DrafterInfo, DraftRow, Observation
-from specla.drafters.options import require_int, require_number
+from specla.drafters.options import described, require_int, require_number
 from specla.drafters.suffix_index import Continuations, SuffixIndex
 from specla.topology.tree import DraftTree
 
@@ -73,7 +73,18 @@ class SuffixDrafter:
         self._global = self._new_index()
         self._slots: dict[int, _Local] = {}
         self.info = DrafterInfo(
-            name="suffix", max_depth=self._depth(max_match), may_return_nothing=True
+            name="suffix",
+            max_depth=self._depth(max_match),
+            may_return_nothing=True,
+            variant=described(
+                max_match=max_match,
+                min_match=min_match,
+                max_spec_factor=max_spec_factor,
+                max_spec_offset=max_spec_offset,
+                min_token_prob=min_token_prob,
+                max_votes=max_votes,
+                global_tokens=global_tokens,
+            ),
         )
 
     def draft(self, rows: Sequence[DraftRow]) -> list[DraftTree]:

@@ -6,8 +6,9 @@ its acceptance; what drafting adds stands beside it. Look-ups are conservative: 
 are rounded up to a measured bucket, since that is what would run, and of the measured depths on
 both sides of the one asked for the dearer counts.
 
-A table belongs to one device, one model and the versions it was measured with, and is refused by
-name for any other. One JSON file per device and model, in the user's cache folder.
+A table belongs to one device, one model, one capacity of the state log and the versions it was
+measured with, and is refused by name for any other. One JSON file per device, model and capacity,
+in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.state.rounds import bucket
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 16 << 20
 Part = Literal["verify", "accept", "draft", "kernel"]
 PARTS: tuple[Part, ...] = ("verify", "accept", "draft", "kernel")
@@ -45,7 +46,8 @@ class Cost:
         needs; "accept" is choosing a token at every node, the walk and the cursors; "draft" is
         one call of a drafter; "kernel" is the state kernel alone, of one layer.
     depth: of the trees' deepest node; node 0 has 0. Of "accept" and "draft", nodes - 1.
-    kernel: the state kernel; of "draft" the drafter's name; of "accept" empty.
+    kernel: the state kernel; of "draft" the drafter, as `DrafterInfo.priced_as` names it; of
+        "accept" empty.
     """
 
     part: Part
@@ -61,24 +63,31 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a table belongs to. model: a digest of shape, dtype and what cheaply tells weights
-    apart (`ModelInfo.fingerprint`)."""
+    """What a table belongs to.
+
+    model: a digest of shape, dtype and what cheaply tells weights apart (`ModelInfo.fingerprint`).
+    log_capacity: factors that a slot's log holds (R): how often S is written, and how much is
+        replayed before, is part of what a round costs.
+    """
 
     device: str
     model: str
+    log_capacity: int
     torch: str
     triton: str
     specla: str
 
     @classmethod
-    def of(cls, model: TargetModel) -> Identity:
-        """Of a loaded model where it lies, with the threads that it runs on now."""
+    def of(cls, model: TargetModel, log_capacity: int) -> Identity:
+        """Of a loaded model where it lies, with the threads that it runs on now and states whose
+        logs hold so many factors."""
         info = model.info
         facts = [info.architecture, info.fingerprint, info.vocab_size, info.hidden_size]
         facts += [info.weight_bytes, asdict(info.recurrent), str(model.dtype)]
         return cls(
             device=device_name(model.device),
             model=hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16],
+            log_capacity=log_capacity,
             torch=str(torch.__version__),
             triton=_installed("triton"),
             specla=__version__,
@@ -88,7 +97,8 @@ class Identity:
     def path(self) -> Path:
         """Where its table is kept unless somebody says otherwise."""
         readable = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
-        digest = hashlib.sha256(f"{self.device}\n{self.model}".encode()).hexdigest()[:12]
+        facts = f"{self.device}\n{self.model}\n{self.log_capacity}"
+        digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
         return cache_folder() / "costs" / f"{readable}-{digest}.json"
 
 
@@ -153,6 +163,9 @@ class CostTable:
 
     def draft_us(self, rows: int, nodes: int, drafter: str, *, mode: str = "exact") -> float:
         """One call of a drafter that may propose `nodes` - 1 nodes to each row.
+
+        Args:
+            drafter: `DrafterInfo.priced_as`; the same drafter with other options is another one.
 
         Raises:
             ConfigError: it was not measured.
@@ -238,7 +251,7 @@ class CostTable:
 
         Raises:
             ConfigError: there is none, the file is no table, of another format, or of another
-                device, model or version.
+                device, model, log capacity or version.
         """
         record = _read(path)
         if record.get("format") != FORMAT:

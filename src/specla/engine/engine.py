@@ -120,7 +120,7 @@ class Engine:
         device = self.state.device.type
         self.stats.decisions.policy = self._budget
         prices = Prices(
-            self.kernels, mode=self.mode, device=device, drafter=self.drafter.info.name
+            self.kernels, mode=self.mode, device=device, drafter=self.drafter.info.priced_as
         )
         return Spending(
             self._budget, self.drafter, self.state.max_nodes, prices, self.stats.decisions,

@@ -24,7 +24,7 @@ class Prices:
     """Args:
     kernels: which kernel verifies, and the table.
     device: "cpu", where rows cost their own nodes, or "cuda", where they are padded.
-    drafter: its name in the table.
+    drafter: as the table names it (`DrafterInfo.priced_as`).
     """
 
     def __init__(self, kernels: Kernels, *, mode: Mode | str, device: str, drafter: str) -> None:
