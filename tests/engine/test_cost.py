@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from specla.engine.engine import Engine
 from specla.engine.kernels import Kernels
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
+from specla.ops.contract import DevicePlan
 
 HERE = Identity(device="GPU", model="0123", log_capacity=16, torch="2", triton="3", specla="0")
 
@@ -366,3 +368,26 @@ def test_nothing_measured_is_reported(target: TargetModel) -> None:
     report = run.completions["one"].speculation
     assert (report.costs, report.kernels) == ("default", {"reference": report.rounds})
     assert asdict(report)["kernels"] == {"reference": report.rounds}
+
+
+def test_graphs_say_what_verifies_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines on one model: each one's graphs have its own kernels, whoever came last."""
+    from specla.engine import graphs
+
+    asked: list[str | None] = []
+
+    class Model:
+        def verify(self, plan: DevicePlan, *_: object) -> None:
+            asked.append(plan.kernel)
+
+    monkeypatch.setattr(graphs, "choose", lambda *_: None)
+    monkeypatch.setattr(graphs, "accept", lambda *_, **__: None)
+    tokens = SimpleNamespace(tokens=torch.zeros(2, 8))
+    for kernel in ("walk", "closed"):
+        rounds = object.__new__(graphs.GraphRounds)
+        rounds._kernel = lambda rows, nodes, kernel=kernel: f"{kernel} {rows} {nodes}"
+        rounds._model, rounds._choices = Model(), None  # type: ignore[assignment]
+        rounds._state = SimpleNamespace(fold_threshold=0)  # type: ignore[assignment]
+        one = SimpleNamespace(rnd=tokens, rows=None, verdicts=None, features=None, logits=None)
+        rounds._launches(one, drafts=False)  # type: ignore[arg-type]
+    assert asked == ["walk 2 8", "closed 2 8"]

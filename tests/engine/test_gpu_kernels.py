@@ -76,3 +76,29 @@ def test_the_table_is_what_is_captured(
     assert sum(report.kernels.values()) == report.rounds
     names = {"cheapest": {"walk", "closed"}, "walk": {"walk"}, "closed": {"closed"}}
     assert {*report.kernels} <= names[kernel]
+
+
+def test_engines_of_two_modes_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exact one makes its graphs after the fast one, and stays exact."""
+    from specla.models import gdn_fused
+
+    model, seen = gdn_1_3b(layers=2), list[str]()
+    call = gdn_fused.FusedDecoder.__call__
+
+    def spy(self: Any, *args: Any, kernel: str = "walk") -> Any:
+        seen.append(kernel)
+        return call(self, *args, kernel=kernel)
+
+    monkeypatch.setattr(gdn_fused.FusedDecoder, "__call__", spy)
+    engines = []
+    for mode, kernel in (("exact", "walk"), ("fast", "closed")):
+        state = State(
+            model.info.recurrent, num_slots=1, max_nodes=8, log_capacity=16, dtype=model.dtype,
+            device=model.device,
+        )  # fmt: skip
+        drafter = RandomTreeDrafter(5, model.info.vocab_size, max_depth=4)
+        engines.append(Engine(model, state, drafter, mode=mode, prefill_chunk=256, kernel=kernel))
+    for engine, kernel in zip(engines, ("walk", "closed"), strict=True):
+        seen.clear()
+        engine.capture()
+        assert {*seen} == {kernel}

@@ -28,7 +28,7 @@ def load(folder: Path, **options: object) -> FlaGDN:
     return specla.models.load(str(path), device="cpu", dtype=torch.float32)  # type: ignore[return-value]
 
 
-def fused(model: FlaGDN, *, fast: bool) -> FusedDecoder:
+def fused(model: FlaGDN) -> FusedDecoder:
     made = FusedDecoder(
         model._weights,
         model.config.recurrent,
@@ -37,7 +37,7 @@ def fused(model: FlaGDN, *, fast: bool) -> FusedDecoder:
         beta_scale=2.0 if model.config.allow_neg_eigval else 1.0,
         pdl=False,
     )
-    made.reserve(16, kernel=lambda rows, nodes: "closed" if fast else "walk")
+    made.reserve(16)
     return made
 
 
@@ -70,7 +70,7 @@ def test_rounds_agree_with_the_cpu_decoder(
     tmp_path: Path, options: dict[str, object], fast: bool
 ) -> None:
     model = load(tmp_path, **options)
-    decoder = fused(model, fast=fast)
+    decoder = fused(model)
     rng = random.Random(0)
     shape = model.config.recurrent
     sizes = {"num_slots": 2, "max_nodes": 4, "log_capacity": 3}
@@ -84,7 +84,7 @@ def test_rounds_agree_with_the_cpu_decoder(
         plan = one.begin(slots, trees)
         want = model.verify(plan, one)
         device = two.rounds.plan(slots, [two.logs[slot] for slot in slots], trees)
-        got = decoder(device.round, two)
+        got = decoder(device.round, two, kernel="closed" if fast else "walk")
         for b, tree in enumerate(trees):
             a, c = plan.offsets[b], device.offsets[b]
             torch.testing.assert_close(
@@ -99,3 +99,22 @@ def test_rounds_agree_with_the_cpu_decoder(
         ):
             torch.testing.assert_close(S2, S, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(tail2, tail, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernel_is_each_rounds_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of two modes on one model: neither decides for the other."""
+    model = load(tmp_path, **GROUPED)
+    model._fused = decoder = fused(model)
+    ran: list[str] = []
+    monkeypatch.setattr(
+        decoder, "_mix", lambda *args: ran.append("walk" if args[5] is None else "closed")
+    )
+    state = State(model.config.recurrent, num_slots=1, max_nodes=4, log_capacity=3)
+    slot = state.acquire()
+    plan = state.rounds.plan([slot], [state.logs[slot]], [DraftTree.chain(5, [9, 13, 1])])
+    for kernel in ("closed", None, "walk", "closed"):
+        model.reserve(4)
+        model.verify(plan._replace(kernel=kernel), state)
+    assert ran == ["closed", "walk", "walk", "closed"]
+    with pytest.raises(AssertionError, match="open"):
+        model.verify(plan._replace(kernel="open"), state)

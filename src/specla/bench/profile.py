@@ -28,7 +28,7 @@ from specla.bench.table import spread
 from specla.drafters.base import DeviceDrafter, Drafter
 from specla.engine.cost import Cost, CostTable, Identity, Part
 from specla.engine.engine import Engine
-from specla.models.base import KernelChoice, TargetModel
+from specla.models.base import TargetModel
 from specla.ops.contract import DevicePlan, DeviceRound, LayerState, RoundPlan, RowArrays
 from specla.ops.gdn import reference
 from specla.request import Request, SamplingParams
@@ -93,6 +93,7 @@ class Profile:
         self._sizes = [Size(rows=b, parents=p) for b in self._batches for p in self._trees()]
         self._state = self._new_state(self._batches[-1])
         self._slots = [self._state.acquire() for _ in range(self._batches[-1])]
+        model.reserve(self._batches[-1] * self._nodes)
         self._passes = 1 if self._on_gpu else PASSES
         self._cold = True  # nothing has been run yet, a first call does not count
         self._problems: dict[Size, tuple[LayerState, RoundPlan, reference.Inputs]] = {}
@@ -143,10 +144,9 @@ class Profile:
             pend(self._state.logs[slot], size.nodes)
         depth = depth_of(size.parents)
         for kernel in self._model.kernels(self._mode):
-            self._model.reserve(self._batches[-1] * self._nodes, kernel=_always(kernel))
             # Every other round is given in plain steps: those are measured longer.
             patience = PLAIN_PATIENCE if size.nodes == 1 else 1
-            verify = self._time(self._verify(slots, trees), patience=patience)
+            verify = self._time(self._verify(slots, trees, kernel), patience=patience)
             self._add("verify", size.rows, size.nodes, depth, verify, kernel)
             alone = self._time_kernel(size, kernel)
             self._add("kernel", size.rows, size.nodes, depth, alone, kernel)
@@ -154,10 +154,11 @@ class Profile:
             timing = self._time_accept(slots, trees)
             self._add("accept", size.rows, size.nodes, depth, timing)
 
-    def _verify(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> Step:
+    def _verify(self, slots: Sequence[int], trees: Sequence[DraftTree], kernel: str) -> Step:
         """One pass of the target; on a CPU with the planning, which is what a round does there."""
-        if self._on_gpu:
-            plan = self._state.begin(slots, trees)
+        plan = self._state.begin(slots, trees)
+        if isinstance(plan, DevicePlan):
+            plan = plan._replace(kernel=kernel)
             return lambda: self._model.verify(plan, self._state)
         return lambda: self._model.verify(self._state.begin(slots, trees), self._state)
 
@@ -322,10 +323,6 @@ def _closed_forms(problem: Problem, pdl: bool) -> list[graphs.Call]:
     from specla.bench.methods import fast
 
     return fast(pdl=pdl, with_prepare=False).build(problem).calls
-
-
-def _always(kernel: str) -> KernelChoice:
-    return lambda rows, nodes: kernel
 
 
 def _tokens(row: int, vocab_size: int) -> list[int]:

@@ -77,7 +77,8 @@ class GraphRounds:
         self._model, self._state, self._drafter = model, state, drafter
         self._max_rows = bucket(state.pool.num_slots)
         self._max_nodes = bucket(state.max_nodes)
-        model.reserve(self._max_rows * self._max_nodes, kernel=kernel)
+        self._kernel = kernel
+        model.reserve(self._max_rows * self._max_nodes)
         self._choices: Choices = new_choices(
             self._max_rows * self._max_nodes, model.info.vocab_size, state.device
         )
@@ -274,7 +275,8 @@ class GraphRounds:
         if drafts:
             assert isinstance(self._drafter, DeviceDrafter)
             self._drafter.launch(one.rows, one.rnd, one.features)
-        one.logits = self._model.verify(DevicePlan(one.rnd, ()), self._state, one.features)
+        plan = DevicePlan(one.rnd, (), self._kernel(*one.rnd.tokens.shape))
+        one.logits = self._model.verify(plan, self._state, one.features)
         choose(one.logits, one.rows, one.rnd, self._choices)
         accept(
             self._choices, one.rows, one.rnd, one.verdicts,

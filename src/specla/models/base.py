@@ -80,9 +80,8 @@ class TargetModel(Protocol):
         """Which of them is taken where nobody has measured, for `rows` trees of `nodes` nodes."""
         ...
 
-    def reserve(self, max_rows: int, *, kernel: KernelChoice | None = None) -> None:
-        """Make room for rounds of up to `max_rows` flat nodes, before the first one. kernel: what
-        verifies them; None: the default of exact mode."""
+    def reserve(self, max_rows: int) -> None:
+        """Make room for rounds of up to `max_rows` flat nodes, before the first one."""
         ...
 
     def verify(

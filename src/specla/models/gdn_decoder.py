@@ -20,7 +20,6 @@ from torch.nn.functional import linear
 
 from specla.config import prefill_kernels
 from specla.errors import ExactnessUnavailable
-from specla.models.base import KernelChoice
 from specla.models.features import Features
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import conv, gdn
@@ -143,10 +142,10 @@ class Decoder:
             return self.kernels(mode)[0]
         return self._fused.default_kernel(rows, nodes)
 
-    def reserve(self, max_rows: int, *, kernel: KernelChoice | None = None) -> None:
+    def reserve(self, max_rows: int) -> None:
         """Room for rounds of `max_rows` flat nodes (see the model contract)."""
         if self._fused is not None:
-            self._fused.reserve(max_rows, kernel=kernel)
+            self._fused.reserve(max_rows)
 
     @property
     def embeddings(self) -> Tensor:
@@ -195,7 +194,8 @@ class Decoder:
         """Logits [M, vocab] in compute dtype of every node of every tree."""
         if isinstance(plan, DevicePlan):
             assert self._fused is not None
-            return self._fused(plan.round, state, features)
+            kernel = plan.kernel or self.kernels("exact")[0]
+            return self._fused(plan.round, state, features, kernel=kernel)
         x = self._weights.embeddings[plan.tokens]
         for i, (block, layer) in enumerate(zip(self.blocks, state.layers, strict=True)):
             x = block(

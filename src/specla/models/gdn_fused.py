@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specla.errors import KernelUnavailable
-from specla.models.base import KernelChoice
 from specla.models.features import Features
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import rows
@@ -28,6 +27,8 @@ from specla.state import State
 from specla.state.rounds import bucket
 
 HEAD_DIMS = (64, 128, 256)
+# The state kernels: what exact mode runs, whatever the round, and what mode fast may run instead.
+WALK, CLOSED = "walk", "closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,6 @@ class FusedDecoder:
         if pdl and self._options.stream and is_hopper(weights.head):
             self._stream()
         self.max_rows = 0
-        self._kernel: KernelChoice = _walk
         self.buffers: _Buffers
         self._rooms: list[_Buffers] = []  # alive as long as a graph may use them
         self._forms: dict[tuple[int, int, int], wy.ClosedForm] = {}
@@ -116,13 +116,11 @@ class FusedDecoder:
     @staticmethod
     def default_kernel(rows: int, nodes: int) -> str:
         """Of mode fast: "walk" or "closed", by what an H200 has shown."""
-        return "closed" if wy.pays(rows, nodes) else "walk"
+        return CLOSED if wy.pays(rows, nodes) else WALK
 
-    def reserve(self, max_rows: int, *, kernel: KernelChoice | None = None) -> None:
+    def reserve(self, max_rows: int) -> None:
         """Room for rounds of up to `max_rows` nodes, padding included (rows times nodes of the
-        bucket). Graphs captured before keep the room and the kernels that they were captured
-        with. kernel: "walk" or "closed" (not exact) for each bucket; None: "walk"."""
-        self._kernel = kernel or _walk
+        bucket). Graphs captured before keep the room that they were captured with."""
         if max_rows > self.max_rows:
             self.max_rows, self.buffers = max_rows, _Buffers(self, max_rows)
             self._rooms.append(self.buffers)
@@ -153,15 +151,24 @@ class FusedDecoder:
         stream_linear(self.head)
         self._stream_rows = stream.MAX_ROWS
 
-    def __call__(self, rnd: DeviceRound, state: State, features: Features | None = None) -> Tensor:
+    def __call__(
+        self,
+        rnd: DeviceRound,
+        state: State,
+        features: Features | None = None,
+        *,
+        kernel: str = WALK,
+    ) -> Tensor:
         """Logits [M, vocab] float32 of every node (rows of idle nodes are undefined): a view that
-        the next call writes again. features: copies of layers' outputs, one more kernel each."""
+        the next call writes again. features: copies of layers' outputs, one more kernel each.
+        kernel: WALK, or CLOSED (not exact)."""
+        assert kernel in (WALK, CLOSED), kernel
         num_rows = rnd.tokens.numel()
         assert num_rows <= self.max_rows, "reserve() first"
         buffers = self.buffers
         x, h = buffers.x[:num_rows], buffers.h[:num_rows]
         compile_walks(rnd)
-        form = self._closed_form(rnd, state)
+        form = self._closed_form(rnd, state) if kernel == CLOSED else None
         if form is not None:
             wy.compile_masks(rnd, form, log_capacity=state.log_capacity)
         w = self.weights
@@ -183,10 +190,8 @@ class FusedDecoder:
         self.head(h, logits)
         return logits
 
-    def _closed_form(self, rnd: DeviceRound, state: State) -> wy.ClosedForm | None:
-        """What the closed form works in, where this round uses it."""
-        if self._kernel(*rnd.tokens.shape) == "walk":
-            return None
+    def _closed_form(self, rnd: DeviceRound, state: State) -> wy.ClosedForm:
+        """What the closed form works in."""
         nodes = bucket(state.max_nodes)
         sizes = self.max_rows // nodes, nodes, state.log_capacity
         if sizes not in self._forms:  # before any capture: a bucket's first call is a warm-up
@@ -253,11 +258,6 @@ def _packed(weights: DecoderWeights) -> DecoderWeights:
     """With every gate_up packed; no other tensor is copied."""
     blocks = [replace(block, gate_up=pack_swiglu(block.gate_up)) for block in weights.blocks]
     return replace(weights, blocks=tuple(blocks))
-
-
-def _walk(rows: int, nodes: int) -> str:
-    """What exact mode runs, whatever the round."""
-    return "walk"
 
 
 def is_hopper(weight: Tensor) -> bool:

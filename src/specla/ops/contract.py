@@ -190,7 +190,10 @@ class DevicePlan(NamedTuple):
     """What `RoundPlan` is to the CPU: one round for the GPU kernels.
 
     round: the integers; offsets [B]: node i of row b is flat row offsets[b] + i (host side).
+    kernel: what verifies it, one of `TargetModel.kernels`; None: the default of exact mode. It
+    goes with the round, as engines of several modes may share a model.
     """
 
     round: DeviceRound
     offsets: tuple[int, ...]
+    kernel: str | None = None
