@@ -222,6 +222,31 @@ def test_another_number_of_nodes_changes_nothing(target: TargetModel, every: int
         assert s.budget.chosen == s.drafted
 
 
+def test_a_round_is_counted_as_what_it_was_launched_for(target: TargetModel) -> None:
+    """The budget may have decided anew, for as many nodes, before the host reads a round."""
+
+    class Numbered(Turns):
+        def width(self, rows: int) -> int:
+            self.asked = getattr(self, "asked", 0) + 1
+            self.reason = self.detail = f"round {self.asked}"
+            return super().width(rows)
+
+        def expected(self, depth: int) -> float:
+            return float(self.asked)
+
+    engine = make_engine(target, drafters.build("ngram"), slots=1, log=5, budget="paying")
+    rounds = behind(engine)
+    assert engine.spending is not None
+    engine.spending.free = Numbered((4,), 1)  # type: ignore[assignment]
+    rounds._width = engine._width
+    run = run_behind(engine, rounds, [request("r", LOOP, seed=2, max_tokens=25)])
+    s = run.completions["r"].speculation
+    assert s.budget is not None
+    assert s.budget.reasons == {f"round {i + 1}": 1 for i in range(s.rounds)}
+    assert s.budget.last == f"round {s.rounds}"
+    assert s.budget.expected == sum(range(1, s.rounds + 1))
+
+
 @pytest.mark.parametrize("hopeless", [True, False])
 def test_a_drafter_of_the_host_rests_on_the_device(target: TargetModel, hopeless: bool) -> None:
     """Where it is not asked, rounds need no host; it still hears of every one of them."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from specla.config import PAYING
 from specla.drafters.base import Drafter, DraftRow, FeatureDrafter, Observation
@@ -18,6 +19,14 @@ from specla.errors import ConfigError
 from specla.sampling.accept import Verdict
 from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
+
+
+class _Why(NamedTuple):
+    """Behind a round on the device. forecast: accepted drafts expected of a tree, by its depth."""
+
+    reason: str = ""
+    detail: str = ""
+    forecast: tuple[float, ...] = ()
 
 
 class Spending:
@@ -50,7 +59,8 @@ class Spending:
         self._decision: Decision | None = None
         self._places: dict[int, int] = {}
         self.free = _free(fixed, max_nodes, prices) if on_device else None
-        self._why: dict[int, tuple[str, str]] = {}
+        # Of the round that `landed` reads next, and of the one that is launched after it.
+        self._flying = self._next = _Why()
 
     def draft(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         """The drafter's trees, or node 0 alone for every row without calling it."""
@@ -100,11 +110,14 @@ class Spending:
         """Nodes of the next such round over so many rows."""
         assert self.free is not None
         nodes = self.free.width(rows)
-        self._why[nodes] = self.free.reason, self.free.detail
+        forecast = tuple(self.free.expected(depth) for depth in range(nodes))
+        self._next = _Why(self.free.reason, self.free.detail, forecast)
         return nodes
 
     def landed(self, ended: Sequence[tuple[Running, Verdict]], nodes: int) -> None:
-        """What one of `nodes` nodes per row came to."""
+        """What one of `nodes` nodes per row came to. Called after every `width`: the host is one
+        round behind, and the round that was asked for there is not the one that has ended."""
+        why, self._flying = self._flying, self._next
         good = [(row, verdict) for row, verdict in ended if verdict is not NO_TOKEN]
         if not good:
             return
@@ -113,12 +126,11 @@ class Spending:
             return
         emitted = [len(verdict.emitted) for _, verdict in good]
         self.free.observe([verdict.num_accepted for _, verdict in good], emitted, nodes)
-        reason, detail = self._why[nodes]
         for row, verdict in good:
             drafted, depth = verdict.num_drafted, verdict.offered_depth
             self._count(
-                row, reason, detail, proposed=drafted, chosen=drafted, depth=depth,
-                expected=self.free.expected(depth),
+                row, why.reason, why.detail, proposed=drafted, chosen=drafted, depth=depth,
+                expected=why.forecast[depth],
             )  # fmt: skip
 
     def rests(self, rows: int) -> bool:
