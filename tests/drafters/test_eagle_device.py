@@ -6,6 +6,7 @@ its features are noise, and what it accepts is drawn."""
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -220,3 +221,42 @@ def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
     with pytest.raises(ConfigError, match="1024 rows at once, got 256 slots of 8"):
         drafter.bind(target, num_slots=200, max_nodes=8, exact=True)
     assert not isinstance(EagleDrafter(path=str(small)), DeviceDrafter)
+
+
+def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
+    """The device's wherever it can be; where it cannot, the eager one says why, or refuses."""
+    large = str(write_drafter(tmp_path / "large", toy_config(target.info, **SIZES)))
+    options: dict[str, object] = {"top_k": 3, "max_depth": 5, "tau": 2.0, "spine": False}
+    form = EagleDrafter(path=large, **options).for_gpu(num_slots=4, max_nodes=16)  # type: ignore[arg-type]
+    assert isinstance(form, DeviceEagle)
+    assert (form._top_k, form.info.max_depth, form._tau, form._spine) == (3, 5, 2.0, False)
+    assert form.info.fallback is None
+    assert form.info.priced_as.endswith(" on_device")
+    assert form.for_gpu(num_slots=4, max_nodes=16) is form
+    attention = toy_config(target.info, mixer="attention", num_v_heads=1)
+    small = str(write_drafter(tmp_path / "small", toy_config(target.info)))
+    cannot = {
+        "mixer gdn": (str(write_drafter(tmp_path / "attention", attention)), {}, 4),
+        "got 8": (small, {}, 4),
+        r"top_k must be an integer in \[1, 8\]": (large, {"top_k": 9}, 4),
+        "1024 rows at once": (large, {"max_depth": 7}, 200),
+    }
+    for why, (path, more, slots) in cannot.items():
+        eager = EagleDrafter(path=path, **more)  # type: ignore[arg-type]
+        assert eager.for_gpu(num_slots=slots, max_nodes=16) is eager
+        assert eager.info.fallback is not None
+        assert re.search(f"^drafted on the host: .*{why}", eager.info.fallback)
+        asked = EagleDrafter(path=path, on_device=True, **more)  # type: ignore[arg-type]
+        with pytest.raises((ConfigError, KernelUnavailable), match=why):
+            asked.for_gpu(num_slots=slots, max_nodes=16)
+
+
+def test_either_form_can_be_asked_for(tmp_path: Path, target: TargetModel) -> None:
+    path = str(write_drafter(tmp_path, toy_config(target.info, **SIZES)))
+    eager = EagleDrafter(path=path, on_device=False)
+    assert eager.for_gpu(num_slots=1, max_nodes=4) is eager
+    assert eager.info.fallback is None
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        EagleDrafter(path=path, on_device=True).bind(target, num_slots=1, max_nodes=4, exact=True)
+    with pytest.raises(ConfigError, match="on_device must be True or False"):
+        EagleDrafter(path=path, on_device="yes")  # type: ignore[arg-type]

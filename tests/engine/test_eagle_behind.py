@@ -241,6 +241,24 @@ def test_another_drafter_gets_its_own_graphs(tmp_path: Path, target: TargetModel
     assert graphs == {False: "does not"}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "why"), [({"head_dim": 64, "head_v_dim": 128}, None), ({}, "got 8")]
+)
+def test_the_engine_takes_the_form_that_its_device_has(
+    tmp_path: Path, target: TargetModel, sizes: dict[str, object], why: str | None
+) -> None:
+    """And a result says where drafts came from, if not from there."""
+    engine = make_engine(target, slots=1)
+    engine._on_gpu = True
+    engine.use(EagleDrafter(path=folder(tmp_path, target, **sizes)))
+    assert isinstance(engine.drafter, DeviceEagle) == (why is None)
+    engine._on_gpu = False
+    done = drive(engine, [request("a", LOOP, max_tokens=4)]).completions["a"].speculation
+    assert done.drafter == "eagle"
+    assert done.fallback == engine.drafter.info.fallback
+    assert (done.fallback is None) if why is None else (why in str(done.fallback))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRET, reason="its target is a CPU's")
 def test_the_kernels_rounds(tmp_path: Path, target: TargetModel) -> None:

@@ -53,13 +53,15 @@ class DrafterInfo:
 
     name: what reports print. max_depth: deepest draft it can propose. may_return_nothing: an
     ordinary round of one node can happen. variant: what else a call's cost depends on, options
-    and checkpoint (`options.described`); empty: nothing.
+    and checkpoint (`options.described`); empty: nothing. fallback: why it drafts otherwise than
+    it would elsewhere, for results; None: it does not.
     """
 
     name: str
     max_depth: int
     may_return_nothing: bool
     variant: str = ""
+    fallback: str | None = None
 
     @property
     def priced_as(self) -> str:
@@ -143,6 +145,19 @@ class DeviceDrafter(Protocol):
 
         features: with room, for a drafter that reads them: of the rows' last round, whose
         accepted nodes are still rnd.path, unless the rows have only just come."""
+        ...
+
+
+@runtime_checkable
+class TwofoldDrafter(Protocol):
+    """A drafter that may have another form, which drafts on the device."""
+
+    def for_gpu(self, *, num_slots: int, max_nodes: int) -> Drafter:
+        """That form, with nothing remembered; or this one, whose `info.fallback` then says why.
+
+        Raises:
+            ConfigError, KernelUnavailable: the other form was asked for and cannot be.
+        """
         ...
 
 

@@ -13,13 +13,14 @@ Source: EAGLE-3 (arXiv 2503.01840), EAGLE-2 (arXiv 2406.16858) for the tree; Spe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from specla.drafters.agreement import check_tokenizer
-from specla.drafters.base import DrafterInfo, DraftRow, Observation
+from specla.drafters.base import Drafter, DrafterInfo, DraftRow, Observation
 from specla.drafters.eagle_config import check_target
 from specla.drafters.eagle_files import load_weights, read_config
 from specla.drafters.eagle_model import EagleModel
@@ -31,6 +32,7 @@ from specla.drafters.options import (
     require_int,
     require_number,
 )
+from specla.errors import ConfigError, KernelUnavailable
 from specla.models.base import TargetModel
 from specla.topology.tree import DraftTree
 
@@ -45,6 +47,8 @@ class EagleDrafter:
         tau: keep a node iff its log-probability is within tau of the best of depth 1.
         spine: keep the likeliest chain before anything else, so that a tree never accepts less
             than the chain.
+        on_device: draft inside the round's graph (`eagle_device`), which needs a GPU; None: there,
+            if its kernels can do it.
 
     Raises:
         ConfigError: an option is out of range, or there is no drafter at `path`.
@@ -59,11 +63,15 @@ class EagleDrafter:
         max_depth: int = 6,
         tau: float = 6.0,
         spine: bool = True,
+        on_device: bool | None = None,
     ) -> None:
         require_int("top_k", top_k, 1, 64)
         require_int("max_depth", max_depth, 1, 1023)
         require_number("tau", tau, 0, 1e9)
         require_flag("spine", spine)
+        if on_device is not None:
+            require_flag("on_device", on_device)
+        self._on_device = on_device
         self._folder = Path(path)
         self.config = read_config(self._folder)
         self.feature_layers = self.config.target_layer_ids
@@ -87,8 +95,30 @@ class EagleDrafter:
         """
         check_tokenizer(self.config.tokenizer_hash, digest, self._folder)
 
+    def for_gpu(self, *, num_slots: int, max_nodes: int) -> Drafter:
+        """See `TwofoldDrafter`."""
+        if self._on_device is False:
+            return self
+        # Triton is imported where there is a GPU only.
+        from specla.drafters.eagle_device import DeviceEagle
+
+        try:
+            other = DeviceEagle(
+                path=str(self._folder), top_k=self._top_k, max_depth=self.info.max_depth,
+                tau=self._tau, spine=self._spine,
+            )  # fmt: skip
+            other.check_room(num_slots=num_slots, max_nodes=max_nodes)
+        except (ConfigError, KernelUnavailable) as error:
+            if self._on_device:
+                raise
+            self.info = replace(self.info, fallback=f"drafted on the host: {error}")
+            return self
+        return other
+
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
         """Load the weights beside a target's (see `FeatureDrafter`)."""
+        if self._on_device:
+            raise ConfigError("on_device=True needs a GPU; leave it out, or use --device cuda")
         check_target(self.config, model.info, str(self._folder))
         weights = load_weights(self._folder, self.config, model)
         self._model = EagleModel(self.config, weights, num_slots=num_slots, max_nodes=max_nodes)

@@ -28,6 +28,26 @@ class Limits(NamedTuple):
     tau: float
     spine: bool
 
+    @property
+    def frontier(self) -> int:
+        """Most nodes of a level that go on."""
+        return min(self.top_k, max(1, self.nodes - 1))
+
+    @property
+    def path(self) -> int:
+        """Most tokens that a round can have accepted, padded."""
+        return bucket(min(bucket(self.nodes), self.depth + 1))
+
+
+def check_limits(limits: Limits) -> None:
+    """Raises ConfigError if a launch would have more rows than the products take."""
+    most = max(limits.path, limits.frontier)
+    if limits.rows * most > MAX_ROWS:
+        raise ConfigError(
+            f"drafting on the device takes at most {MAX_ROWS} rows at once, got {limits.rows} "
+            f"slots of {most}; use fewer slots, a smaller max_depth or top_k"
+        )
+
 
 class Linears(NamedTuple):
     """The products of a layer."""
@@ -48,14 +68,8 @@ class Buffers:
         self, w: EagleWeights, s: RecurrentShape, linears: Linears, limits: Limits
     ) -> None:
         self._limits, self._shape, device, dtype = limits, s, w.fc.device, w.fc.dtype
-        B, N, F = limits.rows, bucket(limits.nodes), min(limits.top_k, max(1, limits.nodes - 1))
-        path = bucket(min(N, limits.depth + 1))
+        B, N, F, path = limits.rows, bucket(limits.nodes), limits.frontier, limits.path
         most = B * max(path, F)
-        if most > MAX_ROWS:
-            raise ConfigError(
-                f"drafting on the device takes at most {MAX_ROWS} rows at once, got {B} slots of "
-                f"{max(path, F)}; use fewer slots, a smaller max_depth or top_k"
-            )
         self._chain = bucket(max(limits.depth, s.conv_width - 1))
         X, D, vocab = 1 + F * max(0, limits.depth - 1), *reversed(w.head.shape)
 

@@ -13,12 +13,13 @@ same bits every time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from specla.drafters.eagle import EagleDrafter
-from specla.drafters.eagle_buffers import Limits
+from specla.drafters.eagle_buffers import Limits, check_limits
 from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_layer import EagleLayer
 from specla.drafters.options import require_int
@@ -54,27 +55,38 @@ class DeviceEagle(EagleDrafter):
         super().__init__(path=path, top_k=top_k, max_depth=max_depth, tau=tau, spine=spine)
         if self.config.mixer != "gdn":
             raise ConfigError(
-                f"drafting on the device needs mixer gdn, {path} has {self.config.mixer}; use "
-                "drafter eagle"
+                f"drafting on the device needs mixer gdn, {path} has {self.config.mixer}; leave "
+                "on_device out"
             )
+        variant = f"{self.info.variant} on_device"
+        self.info = replace(self.info, variant=variant)
         self._layer: EagleLayer | None = None
         # Committed tokens of the rows on the device when they came, by slot.
         self._base: dict[int, int] = {}
 
-    def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
-        """Also make room on the device.
+    def for_gpu(self, *, num_slots: int, max_nodes: int) -> DeviceEagle:
+        """It is that form."""
+        return self
+
+    def check_room(self, *, num_slots: int, max_nodes: int) -> None:
+        """Refuse what `bind` could not make room for.
 
         Raises:
             KernelUnavailable: head dimensions that the kernels do not have.
             ConfigError: more rows in a launch than the products take.
         """
-        super().bind(model, num_slots=num_slots, max_nodes=max_nodes, exact=exact)
         check_shape(self.config.recurrent)
-        limits = Limits(
-            bucket(num_slots), max_nodes, min(self.info.max_depth, max_nodes - 1), self._top_k,
-            self._tau, self._spine,
-        )  # fmt: skip
-        self._layer = EagleLayer(self.model, limits)
+        check_limits(self._limits(num_slots, max_nodes))
+
+    def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
+        """Also make room on the device; see `check_room`."""
+        self.check_room(num_slots=num_slots, max_nodes=max_nodes)
+        super().bind(model, num_slots=num_slots, max_nodes=max_nodes, exact=exact)
+        self._layer = EagleLayer(self.model, self._limits(num_slots, max_nodes))
+
+    def _limits(self, num_slots: int, max_nodes: int) -> Limits:
+        depth = min(self.info.max_depth, max_nodes - 1)
+        return Limits(bucket(num_slots), max_nodes, depth, self._top_k, self._tau, self._spine)
 
     @torch.inference_mode()
     def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from specla.config import CHEAPEST, OFF
-from specla.drafters.base import DeviceDrafter, Drafter, FeatureDrafter, Observation, StateDrafter
+from specla.drafters.base import (
+    DeviceDrafter,
+    Drafter,
+    FeatureDrafter,
+    Observation,
+    StateDrafter,
+    TwofoldDrafter,
+)
 from specla.engine.cost import CostTable
 from specla.engine.kernels import Kernels
 from specla.engine.prices import Prices
@@ -68,6 +75,7 @@ class Engine:
         budget: str = OFF,
     ) -> None:
         self.model, self.state = model, state
+        self._on_gpu = state.device.type == "cuda"
         self.mode, self._chunk, self._tokenizer = mode, prefill_chunk, tokenizer
         self._ends = model.info.eos_token_ids if end_token_ids is None else end_token_ids
         self._budget = budget
@@ -81,7 +89,7 @@ class Engine:
         # Refused here rather than in the middle of a round.
         self.kernels.of(state.pool.num_slots, state.max_nodes)
         self._size = (1, 1)  # rows and nodes of the last round without a GPU
-        if state.device.type == "cuda":
+        if self._on_gpu:
             # Triton is imported where there is a GPU only.
             from specla.engine.graphs import GraphRounds
 
@@ -92,12 +100,17 @@ class Engine:
             )  # fmt: skip
 
     def use(self, drafter: Drafter) -> None:
-        """Draft with this one from now on; no request may be running.
+        """Draft with this one from now on, or on a GPU with its form for there; no request may be
+        running.
 
         Raises:
             ConfigError: it was trained for another target, or on a GPU is of another kind than the
-                one before.
+                one before, or cannot draft there as it was asked to.
         """
+        if self._on_gpu and isinstance(drafter, TwofoldDrafter):
+            drafter = drafter.for_gpu(
+                num_slots=self.state.pool.num_slots, max_nodes=self.state.max_nodes
+            )
         if self._graphs is not None:
             self._graphs.use(drafter)
         self.drafter = drafter
@@ -117,14 +130,14 @@ class Engine:
     def _new_spending(self) -> Spending | None:
         if self._budget == OFF or not self.drafter.info.max_depth:
             return None
-        device = self.state.device.type
         self.stats.decisions.policy = self._budget
         prices = Prices(
-            self.kernels, mode=self.mode, device=device, drafter=self.drafter.info.priced_as
-        )
+            self.kernels, mode=self.mode, device=self.state.device.type,
+            drafter=self.drafter.info.priced_as,
+        )  # fmt: skip
         return Spending(
             self._budget, self.drafter, self.state.max_nodes, prices, self.stats.decisions,
-            on_device=device == "cuda" and isinstance(self.drafter, DeviceDrafter),
+            on_device=self._on_gpu and isinstance(self.drafter, DeviceDrafter),
         )  # fmt: skip
 
     def _width(self, rows: int) -> int:
@@ -353,7 +366,7 @@ class Engine:
 
     def _leave(self, row: Running) -> StreamDelta:
         self._free(row)
-        return row.last_delta(self.drafter.info.name, self.mode, self.kernels.source)
+        return row.last_delta(self.drafter.info, self.mode, self.kernels.source)
 
     def _free(self, row: Running) -> None:
         if row.slot:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from specla.drafters.base import DraftRow
+from specla.drafters.base import DrafterInfo, DraftRow
 from specla.engine.stats import Acceptance, Decisions
 from specla.engine.text import Decoder, TextDelta, TextStream
 from specla.errors import RequestRejected
@@ -179,7 +179,7 @@ class Running:
             certain = self._num_delivered
         return self._deliver(text, certain, None)
 
-    def last_delta(self, drafter: str, mode: str, costs: str) -> StreamDelta:
+    def last_delta(self, drafter: DrafterInfo, mode: str, costs: str) -> StreamDelta:
         """The rest, and the completion."""
         if self.text is not None:
             self._take_text(self.text.finish())
@@ -211,7 +211,7 @@ class Running:
             request_id=self.request.request_id, text=text, token_ids=new, completion=completion
         )
 
-    def _completion(self, drafter: str, mode: str, costs: str) -> Completion:
+    def _completion(self, drafter: DrafterInfo, mode: str, costs: str) -> Completion:
         a, decode = self.acceptance, self.seconds["decode"]
         wanted = self.request.params.logprobs is not None
         return Completion(
@@ -225,7 +225,7 @@ class Running:
             seed=self.request.seed,
             logprobs=tuple(self.logprobs) if wanted else None,
             speculation=SpeculationReport(
-                drafter=drafter,
+                drafter=drafter.name,
                 mode=mode,
                 rounds=a.rounds,
                 drafted=a.drafted,
@@ -233,6 +233,7 @@ class Running:
                 tokens_per_round=a.tokens_per_round,
                 acceptance_by_depth=a.by_depth,
                 acceptance_histogram=tuple(a.histogram),
+                fallback=drafter.fallback,
                 kernels=dict(a.kernels),
                 costs=costs,
                 budget=None if self.decisions is None else self.decisions.report(),
