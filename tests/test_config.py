@@ -83,6 +83,7 @@ def test_budgets_that_can_be_honoured(
         ({"budget": "much"}, "budget must be auto, off or a number of drafts >= 1, got 'much'"),
         ({"budget": "0"}, "budget must be auto, off or a number"),
         ({"budget": "-1"}, "budget must be auto, off or a number"),
+        ({"budget": "9" * 18}, "9{18} drafts must be below the 15"),
         ({"budget": 3}, "budget must be a string"),
         ({"budget": "15", "max_nodes": 16}, "15 drafts must be below the 15 that a tree may have"),
         ({"budget": "1", "drafter": "none"}, "has no effect .drafter none"),
@@ -216,6 +217,13 @@ def test_what_is_no_device(device: str) -> None:
     with pytest.raises(ConfigError, match="cuda or cuda:N") as refused:
         resolve(EngineConfig(device=device))
     assert repr(device) in str(refused.value)
+
+
+def test_a_number_longer_than_python_reads_is_refused_as_any_other() -> None:
+    with pytest.raises(ConfigError, match=r"cuda or cuda:N, got 'cuda:9{74}$"):
+        resolve(EngineConfig(device="cuda:" + 5000 * "9"))
+    with pytest.raises(ConfigError, match=r"a number of drafts >= 1, got '9{79}$"):
+        resolve(EngineConfig(budget=5000 * "9"))
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "eagle"])

@@ -275,9 +275,9 @@ def _device(device: str, reasons: dict[str, str]) -> str:
     if device == "cpu":
         return device
     kind, colon, index = device.partition(":")
-    if kind != "cuda" or (colon and not (index.isascii() and index.isdecimal())):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
-    if missing := _why_no_gpu(int(index) if colon else None):
+    if kind != "cuda" or (colon and _count(index) is None):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {device!r:.80}")
+    if missing := _why_no_gpu(_count(index)):
         raise KernelUnavailable(
             f"device {device!r} needs an NVIDIA GPU of compute capability 8.0 or later and "
             f"triton: {missing}; use --device cpu"
@@ -325,14 +325,20 @@ def _budget(config: EngineConfig, drafter: str, reasons: dict[str, str]) -> str:
         return PAYING
     if asked == OFF:
         return OFF
-    if not (asked.isascii() and asked.isdecimal() and int(asked) > 0):
-        raise ConfigError(f"budget must be auto, off or a number of drafts >= 1, got {asked!r}")
-    if int(asked) >= drafts:
+    if not (number := _count(asked)):
+        asked = f"{asked!r:.80}"
+        raise ConfigError(f"budget must be auto, off or a number of drafts >= 1, got {asked}")
+    if number >= drafts:
         raise ConfigError(
-            f"a budget of {asked} drafts must be below the {drafts} that a tree may have, or it "
+            f"a budget of {number} drafts must be below the {drafts} that a tree may have, or it "
             f"has no effect (drafter {drafter}, max_nodes {config.max_nodes}); use budget off"
         )
-    return str(int(asked))
+    return str(number)
+
+
+def _count(text: str) -> int | None:
+    """What decimal digits say; None: it is something else, or longer than any count here."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
 
 
 def _why_no_gpu(index: int | None = None) -> str:
