@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specla.ops.contract import LayerState, RoundPlan
+from specla.ops.contract import LayerState, Places, RoundPlan
 from specla.ops.norm import compute_dtype
 from specla.ops.pointwise import silu
 
@@ -56,4 +56,8 @@ def verify(layer: LayerState, plan: RoundPlan, x: Tensor, weight: Tensor) -> Ten
     layer.tail[plan.slots, 1 - plan.read_bank] = tail
     layer.inputs[plan.node_slot, plan.write_bank, plan.node_index] = x
     history = torch.cat([tail.flatten(0, 1), x])
-    return _weighted([history[tap] for tap in plan.taps], weight, x.dtype)
+    return _weighted([_rows(history, tap) for tap in plan.taps], weight, x.dtype)
+
+
+def _rows(x: Tensor, places: Places) -> Tensor:
+    return x[places] if isinstance(places, slice) else x.index_select(0, places)

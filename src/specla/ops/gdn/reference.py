@@ -91,7 +91,8 @@ def fold(S: Tensor, factors: Factors) -> Tensor:
 
 def _live_states(layer: LayerState, plan: RoundPlan) -> Tensor:
     """[B, G, V, K]: S with each row's log replayed; S is written where the fold is due."""
-    S = layer.S[plan.slots]
+    # index_select copies whole states; indexing by a tensor moves them element by element.
+    S = layer.S.index_select(0, plan.slots)
     heads = S.shape[1]
     for entry in plan.replay:
         at = (entry.slots, entry.entries)
@@ -100,11 +101,11 @@ def _live_states(layer: LayerState, plan: RoundPlan) -> Tensor:
         if entry.all_rows:
             replay_(S, k, u, g)
         else:
-            S[entry.rows] = replay_(S[entry.rows], k, u, g)
+            S.index_copy_(0, entry.rows, replay_(S.index_select(0, entry.rows), k, u, g))
     if plan.fold_rows.numel() == len(S):
-        layer.S[plan.slots] = S
+        layer.S.index_copy_(0, plan.slots, S)
     elif plan.fold_rows.numel():
-        layer.S[plan.fold_slots] = S[plan.fold_rows]
+        layer.S.index_copy_(0, plan.fold_slots, S.index_select(0, plan.fold_rows))
     return S
 
 
@@ -126,7 +127,7 @@ def verify(layer: LayerState, plan: RoundPlan, x: Inputs) -> Tensor:
     q, k = per_value_head(x.q, heads), per_value_head(x.k, heads)
     o, u = torch.empty_like(x.v), torch.empty_like(x.v)
     for nodes, source in plan.levels:
-        S = S if source is None else S[source]
+        S = S if source is None else S.index_select(0, source)
         u[nodes] = step_(S, k[nodes], x.v[nodes], x.g[nodes], x.beta[nodes])
         o[nodes] = read(S, q[nodes])
     at = (plan.node_slot, plan.write_entry)
