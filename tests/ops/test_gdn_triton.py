@@ -161,6 +161,33 @@ def _assert_same(got: State, want: State) -> None:
     assert torch.equal(a.inputs, b.inputs)
 
 
+@pytest.mark.parametrize(
+    ("short", "says"),
+    [
+        ("y", "y must have 8 rows, one per node; it has 7"),
+        ("q", "must have 8 rows, one per node; it has 7"),
+        ("o", "must have 8 rows, one per node; it has 7"),
+        ("arrivals", "arrivals must have 2 rows, one per tree; has 1"),
+    ],
+)
+def test_too_little_room_is_noticed_before_the_launch(short: str, says: str) -> None:
+    shape = SHAPES["K = 256"]
+    w, state = Layer(shape, torch.Generator().manual_seed(0)), random_state(shape, 3)
+    rnd = state.rounds.round(2, NODES)
+    compile_walks(rnd)
+    y = torch.zeros(2 * NODES - (short == "y"), shape.conv_channels + 2)
+    workspace = kernels.Workspace.allocate(shape, 2 * NODES, y.dtype, y.device)
+    if short != "y":
+        rows = 1 if short == "arrivals" else 2 * NODES - 1
+        workspace = workspace._replace(**{short: getattr(workspace, short)[:rows]})
+    layer, sizes = state.layers[0], {"shape": shape, "log_capacity": 3}
+    with pytest.raises(AssertionError, match=says):
+        kernels.prepare(layer, rnd, y, w.conv.t(), w.A, w.dt_bias, workspace, **sizes)  # type: ignore[arg-type]
+    if short != "y":
+        with pytest.raises(AssertionError, match=says):
+            kernels.walk(layer, rnd, workspace, threshold=3, **sizes)  # type: ignore[arg-type]
+
+
 def test_idle_rows_touch_nothing() -> None:
     shape = SHAPES["K = 256"]
     w = Layer(shape, torch.Generator().manual_seed(0))

@@ -96,6 +96,7 @@ def walk(
             always are one.
     """
     num_rows, num_nodes = rnd.parents.shape
+    workspace.check(num_rows, num_nodes)
     branching = branching and num_nodes > 2
     s = shape
     parts = rnd.walk.shape[1]

@@ -69,6 +69,14 @@ class Workspace(NamedTuple):
             ),
         )
 
+    def check(self, num_rows: int, num_nodes: int) -> None:
+        """Assert that it has room for `num_rows` trees of `num_nodes` nodes: a kernel would write
+        past its end."""
+        need, room = num_rows * num_nodes, min(len(x) for x in self[:-1])
+        assert room >= need, f"a workspace must have {need} rows, one per node; it has {room}"
+        room = len(self.arrivals)
+        assert room >= num_rows, f"arrivals must have {num_rows} rows, one per tree; has {room}"
+
 
 class Span(NamedTuple):
     """How `prepare` cuts a tree: warps per program (each has a node, or several of less than
@@ -113,6 +121,9 @@ def prepare(
     span: None chooses by the round's size.
     """
     num_rows, num_nodes = rnd.parents.shape
+    need = num_rows * num_nodes
+    assert len(y) >= need, f"y must have {need} rows, one per node; it has {len(y)}"
+    workspace.check(num_rows, num_nodes)
     s = shape
     warps, tiles = span or span_for(s, num_rows, num_nodes)
     nodes = warps * _nodes_per_warp(s)

@@ -178,6 +178,7 @@ def walk_wy(
             Hopper. None chooses by device, shape and the round's size.
     """
     num_rows, num_nodes = rnd.parents.shape
+    workspace.check(num_rows, num_nodes)
     assert num_nodes <= MAX_NODES, f"the bitsets hold {MAX_NODES} nodes, got {num_nodes}"
     nodes, log = _padded(num_nodes), _log_width(log_capacity, rnd.path.shape[1])
     fold = min(log, _fold_width(threshold))
