@@ -65,6 +65,10 @@ class AttentionMixer:
         """Share what is never written again."""
         self._cache[to] = self._cache[slot]
 
+    def slot_bytes(self, slot: int) -> int:
+        """Its keys and values."""
+        return sum(part.nbytes for part in self._cache[slot])
+
     def prefill(self, slot: int, x: Tensor) -> Tensor:
         """A run of tokens: each attends to those before it and to itself."""
         keys, values = self._cache[slot]

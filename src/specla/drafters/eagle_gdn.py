@@ -49,6 +49,10 @@ class GdnMixer:
         for name in type(log).__slots__:
             setattr(self.state.logs[to], name, getattr(log, name))
 
+    def slot_bytes(self, slot: int) -> int:
+        """The same whatever it has read."""
+        return self.state.bytes().total
+
     def prefill(self, slot: int, x: Tensor) -> Tensor:
         """Tokens of a prompt, in the chunked form."""
         layer, tail = self.state.layers[0], self.state.tail(0, slot)

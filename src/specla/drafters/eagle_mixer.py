@@ -31,6 +31,10 @@ class Mixer(Protocol):
         """`to` goes on from where `slot` is."""
         ...
 
+    def slot_bytes(self, slot: int) -> int:
+        """What the slot takes up now."""
+        ...
+
     def prefill(self, slot: int, x: Tensor) -> Tensor:
         """A run of tokens of one slot."""
         ...
