@@ -203,6 +203,12 @@ def cache_folder() -> Path:
         ) from error
 
 
+def launched_processes() -> int:
+    """How many processes a launcher (`accelerate launch`, torchrun) has started, this one among
+    them; 1 without one. Both names: clusters set the first alone, for other purposes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+
+
 def cpu_name() -> str:
     """The processor's name, as the system gives it."""
     info = Path("/proc/cpuinfo")

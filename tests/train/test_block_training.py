@@ -61,7 +61,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 
 @pytest.fixture(scope="module")
 def texts(target: TargetModel) -> list[Text]:
-    found = dict(answer(make_engine(target, slots=8, nodes=1), PROMPTS, GREEDY))
+    found = dict(answer(make_engine(target, slots=8, nodes=1), dict(enumerate(PROMPTS)), GREEDY))
     return [found[i] for i in range(len(PROMPTS))]
 
 

@@ -52,7 +52,7 @@ def engine(target: TargetModel) -> Engine:
 @pytest.fixture(scope="module")
 def texts(target: TargetModel) -> list[Text]:
     engine = make_engine(target, slots=8, nodes=1)
-    found = dict(answer(engine, PROMPTS, GREEDY))
+    found = dict(answer(engine, dict(enumerate(PROMPTS)), GREEDY))
     return [found[i] for i in range(len(PROMPTS))]
 
 

@@ -7,7 +7,7 @@ where that is a token of the answer, so that the drafter learns what it will be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,9 +45,10 @@ def order(count: int, seed: int, start: int) -> Iterator[int]:
         epoch, at = epoch + 1, 0
 
 
-def fill(lengths: Sequence[int], rows: int, length: int) -> list[list[int]]:
+def fill(lengths: Iterable[int], rows: int, length: int) -> list[list[int]]:
     """How many of the texts, in order, fit into `rows` rows of `length` pairs: their numbers by
-    row. A text starts a new row where it does not fit; a longer one is cut."""
+    row. A text starts a new row where it does not fit; a longer one is cut. As many lengths are
+    drawn as fit, and one more."""
     placed: list[list[int]] = [[]]
     room = length
     for i, count in enumerate(lengths):

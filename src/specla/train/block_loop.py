@@ -15,9 +15,9 @@ Source: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), ReaDy (arXiv 2610.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ from specla.train.block import BlockNet, ReaderNet
 from specla.train.block_batches import BlockBatch, Lessons, lessons, some
 from specla.train.capture import Text
 from specla.train.states import States
-from specla.train.steps import Figures, Pack, Schedule, Steps
+from specla.train.steps import Figures, Lesson, Pack, Schedule, Steps
+from specla.train.team import ALONE, Team
 
 TOP = 4
 HELD_OUT_ANCHORS = 128
@@ -61,6 +62,10 @@ class BlockRecipe(Schedule):
     clip: float = 1.0
     anchors: int = 128
 
+    def times(self, processes: int) -> Self:
+        """See `Schedule`."""
+        return replace(self, rows=processes * self.rows, anchors=processes * self.anchors)
+
 
 def shares_for(config: BlockConfig) -> Shares:
     """The loss of the paper whose heads a drafter has."""
@@ -74,8 +79,7 @@ def block_loss(
 ) -> Tensor:
     """Weighted mean over drafts. logits [A, n, vocab], with the Markov head's correction;
     confidence [A, n] logits, or None without that head."""
-    depth = torch.arange(logits.shape[1], dtype=logits.dtype, device=logits.device)
-    weights = given.known * torch.exp(-depth / shares.decay)
+    weights = draft_weights(given.known, shares.decay, logits.dtype)
     entropy = F.cross_entropy(logits.transpose(1, 2), given.labels, reduction="none")
     total = shares.ce * entropy
     if shares.l1 or shares.confidence:
@@ -88,6 +92,12 @@ def block_loss(
                 confidence, accepted, reduction="none"
             )
     return (total * weights).sum() / weights.sum().clamp(min=1e-6)
+
+
+def draft_weights(known: Tensor, decay: float, dtype: torch.dtype) -> Tensor:
+    """[A, n] by depth; 0 past the text's end, where `known` [A, n] is false."""
+    depth = torch.arange(known.shape[1], dtype=dtype, device=known.device)
+    return known * torch.exp(-depth / decay)
 
 
 class Guesses(NamedTuple):
@@ -117,6 +127,7 @@ class BlockSteps(Steps[BlockBatch]):
         shares: Shares,
         reader: ReaderNet | None = None,
         joint: bool = False,
+        team: Team = ALONE,
     ) -> None:
         self.net, self.reader, self.recipe = net, reader, recipe
         self._target, self._shares, self._joint = target, shares, joint
@@ -127,16 +138,19 @@ class BlockSteps(Steps[BlockBatch]):
             parts["reader"] = reader
             net.requires_grad_(joint)
             self._states = States(target, reader.config.state_layers)
-        super().__init__(parts, pack, texts, recipe)
+        super().__init__(parts, pack, texts, recipe, team)
 
-    def loss(self, batch: BlockBatch) -> tuple[Tensor, int]:
-        """See the module; anchors are drawn anew for each step."""
-        generator = torch.Generator().manual_seed((self.recipe.seed << 32) + self.step)
-        places = some(batch.anchors, self.recipe.anchors, generator)
+    def loss(self, batch: BlockBatch) -> Lesson:
+        """See the module; anchors are drawn anew for each step and process."""
+        team, recipe = self.team, self.recipe
+        seed = (recipe.seed << 32) + self.step * team.count + team.number
+        generator = torch.Generator().manual_seed(seed)
+        places = some(batch.anchors, recipe.anchors // team.count, generator)
         given = lessons(batch, places, self.net.config.num_drafts, self._target)
         guesses = self.guesses(batch, places, given)
         found = block_loss(guesses.logits, guesses.confidence, given, self._shares)
-        return found, int(given.known.sum())
+        weight = draft_weights(given.known, self._shares.decay, found.dtype).sum()
+        return Lesson(found, weight, int(given.known.sum()))
 
     def guesses(self, batch: BlockBatch, places: Tensor, given: Lessons) -> Guesses:
         """The drafter's laws and confidences at some anchors."""

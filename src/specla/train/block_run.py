@@ -40,6 +40,7 @@ from specla.train.block_loop import BlockRecipe, BlockSteps, shares_for
 from specla.train.capture import Capture, Text
 from specla.train.session import Session, all_batches, teaching
 from specla.train.steps import check_above_zero
+from specla.train.team import ALONE, Team
 
 FEATURES = 5
 """Feature layers of a target that has as many to give."""
@@ -176,6 +177,7 @@ class BlockRun(Session[BlockBatch]):
         compute: of matrix products.
         start: folder of the drafter to start from (and of its reader, if it has one).
         reader: train a state reader of this configuration. joint: and the drafter with it.
+        team: the processes that train it; recipe is of all of them.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class BlockRun(Session[BlockBatch]):
         start: Path | None = None,
         reader: ReaderConfig | None = None,
         joint: bool = False,
+        team: Team = ALONE,
     ) -> None:
         texts, held_out = teaching(texts, held_out, recipe)
         torch.manual_seed(recipe.seed)
@@ -205,8 +208,10 @@ class BlockRun(Session[BlockBatch]):
             shares=shares_for(config) if reader is None else READER_SHARES,
             reader=None if reader is None else _reader(model, reader, start),
             joint=joint,
+            team=team,
         )
-        super().__init__(folder, steps, all_batches(packer, held_out, recipe))
+        seen = held_out if team.main else ()
+        super().__init__(folder, steps, all_batches(packer, seen, recipe))
 
 
 def start_config(folder: Path, model: TargetModel, tokenizer_hash: str | None) -> BlockConfig:

@@ -38,11 +38,11 @@ class Text:
 
 
 def answer(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], params: SamplingParams
+    engine: Engine, prompts: Mapping[int, tuple[int, ...]], params: SamplingParams
 ) -> Iterator[tuple[int, Text]]:
-    """(number of the prompt, text) in the order in which answers end; prompt i draws with seed i.
-    Answers that failed are left out."""
-    waiting, slots = deque(enumerate(prompts)), engine.state.pool.num_slots
+    """(number of the prompt, text) in the order in which answers end; prompt i draws with seed i,
+    so that its answer does not depend on who else is asked. Answers that failed are left out."""
+    waiting, slots = deque(prompts.items()), engine.state.pool.num_slots
     live = 0
     while waiting or live:
         while waiting and live < AHEAD * slots:
@@ -58,6 +58,11 @@ def answer(
                     yield number, Text(tokens=tokens, num_prompt=len(done.prompt_token_ids))
 
 
+def part_of(path: Path, number: int | str) -> Path:
+    """Where the answers of another process lie until they are put into the file."""
+    return path.with_name(f"{path.name}.part{number}")
+
+
 class Answers:
     """The file of answers: one JSON line each, in the order in which they ended.
 
@@ -66,7 +71,7 @@ class Answers:
     """
 
     def __init__(self, path: Path, params: SamplingParams) -> None:
-        self.path = path
+        self.path, self._params = path, params
         self._asked = {"max_tokens": params.max_tokens, "temperature": params.temperature}
         self.texts: dict[int, Text] = {}
         if path.exists():
@@ -87,6 +92,14 @@ class Answers:
         row |= self._asked
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def take_parts(self) -> dict[int, Text]:
+        """Move the answers of other processes' files into this one; all that there are now."""
+        for path in sorted(self.path.parent.glob(part_of(self.path, "*").name)):
+            for number, text in Answers(path, self._params).texts.items():
+                self.add(number, text)
+            path.unlink()
+        return self.texts
 
     def _check(self, row: Mapping[str, Any]) -> None:
         for name, mine in self._asked.items():

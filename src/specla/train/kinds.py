@@ -29,6 +29,7 @@ from specla.train.capture import Capture, Text
 from specla.train.loop import Recipe
 from specla.train.run import Run, Sizes, config_for
 from specla.train.session import Session
+from specla.train.team import ALONE, Team
 
 Options = Mapping[str, Any]
 
@@ -49,8 +50,9 @@ class Kind(ABC):
         texts: Sequence[Text],
         held_out: Sequence[Text],
         compute: torch.dtype,
+        team: Team = ALONE,
     ) -> Session[Any]:
-        """The run in a folder."""
+        """The run in a folder. The schedule is each process's own part of the team's."""
 
 
 def kind_of(
@@ -92,10 +94,11 @@ class _Eagle(Kind):
         texts: Sequence[Text],
         held_out: Sequence[Text],
         compute: torch.dtype,
+        team: Team = ALONE,
     ) -> Session[Any]:
         return Run(
-            folder, self._model, capture, self._config, texts, held_out, self._recipe,
-            compute=compute,
+            folder, self._model, capture, self._config, texts, held_out,
+            self._recipe.times(team.count), team=team, compute=compute,
         )  # fmt: skip
 
 
@@ -124,10 +127,12 @@ class _Block(Kind):
         texts: Sequence[Text],
         held_out: Sequence[Text],
         compute: torch.dtype,
+        team: Team = ALONE,
     ) -> Session[Any]:
         return BlockRun(
-            folder, self._model, capture, self._config, texts, held_out, self._recipe,
-            compute=compute, start=self._start, **self._reading(),
+            folder, self._model, capture, self._config, texts, held_out,
+            self._recipe.times(team.count), team=team, compute=compute, start=self._start,
+            **self._reading(),
         )  # fmt: skip
 
     def _reading(self) -> dict[str, Any]:

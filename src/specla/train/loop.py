@@ -21,7 +21,8 @@ from torch import Tensor
 from specla.train.batches import Batch, Packer
 from specla.train.capture import Text
 from specla.train.eagle import EagleNet
-from specla.train.steps import Figures, Schedule, Steps
+from specla.train.steps import Figures, Lesson, Schedule, Steps
+from specla.train.team import ALONE, Team
 from specla.train.unroll import valid_steps
 
 DECAY = 0.8
@@ -96,14 +97,20 @@ class Trainer(Steps[Batch]):
     """An EAGLE drafter in training."""
 
     def __init__(
-        self, net: EagleNet, packer: Packer, texts: Sequence[Text], recipe: Recipe
+        self,
+        net: EagleNet,
+        packer: Packer,
+        texts: Sequence[Text],
+        recipe: Recipe,
+        team: Team = ALONE,
     ) -> None:
-        super().__init__(net, packer, texts, recipe)
+        super().__init__(net, packer, texts, recipe, team)
         self.net, self.recipe = net, recipe
 
-    def loss(self, batch: Batch) -> tuple[Tensor, int]:
-        """See the module."""
-        return loss_of(self.net, batch, self.recipe.unroll), len(batch.at)
+    def loss(self, batch: Batch) -> Lesson:
+        """See the module; a document weighs 1."""
+        loss = loss_of(self.net, batch, self.recipe.unroll)
+        return Lesson(loss, batch.documents.max() + 1, len(batch.at))
 
     def figures(self, batches: Sequence[Batch]) -> Figures:
         """Held-out acceptance over some batches."""

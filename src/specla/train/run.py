@@ -7,7 +7,7 @@ same command again goes on where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,12 @@ from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.request import SamplingParams
 from specla.train.batches import Batch, Packer, draft_vocabulary
-from specla.train.capture import Answers, Capture, Text, agreed, answer
+from specla.train.capture import Answers, Capture, Text, agreed, answer, part_of
 from specla.train.eagle import EagleNet
 from specla.train.loop import Recipe, Trainer
 from specla.train.session import Session, Tick, all_batches, teaching
 from specla.train.steps import check_above_zero
+from specla.train.team import ALONE, Team
 
 KEEP_BYTES = 3 << 30
 """Features kept of texts that come again."""
@@ -109,45 +110,64 @@ def texts_of(
     params: SamplingParams,
     path: Path,
     tick: Tick | None = None,
+    team: Team = ALONE,
 ) -> list[Text]:
     """The target's answers to all prompts, in order of the prompts; kept in `path`. capture: of
-    the engine's model; reads known answers, and may keep what it has read.
+    the engine's model; reads known answers, and may keep what it has read. team: shares the
+    prompts out; each process keeps its own answers beside `path` until all are done.
 
     Raises:
         ConfigError: known answers, and a temperature at which the target would say others; a
-            file of answers to other prompts, or of other params.
+            file of answers to other prompts, or of other params; a folder that not all see.
     """
+    answers = team.of_main(lambda: _kept(path, prompts, params))
+    todo = answers.missing(len(prompts))
+    if params.temperature and any(prompts[i].known is not None for i in todo):
+        raise ConfigError(
+            f"prompts with answers are for temperature 0, got {params.temperature:g}: what the "
+            "target would sample is not known; leave the answers out"
+        )
+    mine = team.share(todo)
+    own = answers if team.main else Answers(part_of(path, team.number), params)
+    done = len(prompts) - len(todo)
+    total = done + len(mine)
+    for number, text in _asked(engine, capture, {i: prompts[i] for i in mine}, params):
+        own.add(number, text)
+        done += 1
+        if tick is not None:
+            tick("answers", done, total)
+    team.wait()
+    texts = team.of_main(answers.take_parts)
+    if own is not answers and own.path.exists():
+        raise ConfigError(
+            f"all processes must see one {path.parent}, but the main one did not find {own.path}; "
+            "use a folder that they share"
+        )
+    return [texts[i] for i in sorted(texts)]
+
+
+def _kept(path: Path, prompts: Sequence[Prompt], params: SamplingParams) -> Answers:
+    """The file with everybody's answers so far."""
     answers = Answers(path, params)
+    answers.take_parts()
     for i, text in answers.texts.items():
         if i >= len(prompts) or text.tokens[: text.num_prompt] != prompts[i].tokens:
             raise ConfigError(
                 f"{path} must hold answers to these prompts, but its number {i} is to another; "
                 "use another folder, or delete the file"
             )
-    todo = answers.missing(len(prompts))
-    known = [i for i in todo if prompts[i].known is not None]
-    if known and params.temperature:
-        raise ConfigError(
-            f"prompts with answers are for temperature 0, got {params.temperature:g}: what the "
-            "target would sample is not known; leave the answers out"
-        )
-    done = len(prompts) - len(todo)
-    for i in known:
-        given = prompts[i].known
-        assert given is not None
-        answers.add(i, agreed(capture, engine.model, prompts[i].tokens, given))
-        done = _count(tick, "answers", done, len(prompts))
-    rest = [i for i in todo if prompts[i].known is None]
-    for number, text in answer(engine, [prompts[i].tokens for i in rest], params):
-        answers.add(rest[number], text)
-        done = _count(tick, "answers", done, len(prompts))
-    return [answers.texts[i] for i in sorted(answers.texts)]
+    return answers
 
 
-def _count(tick: Tick | None, label: str, done: int, total: int) -> int:
-    if tick is not None:
-        tick(label, done + 1, total)
-    return done + 1
+def _asked(
+    engine: Engine, capture: Capture, prompts: Mapping[int, Prompt], params: SamplingParams
+) -> Iterator[tuple[int, Text]]:
+    """Answers by number: known ones as far as the target agrees, then the others."""
+    for i, prompt in prompts.items():
+        if prompt.known is not None:
+            yield i, agreed(capture, engine.model, prompt.tokens, prompt.known)
+    rest = {i: prompt.tokens for i, prompt in prompts.items() if prompt.known is None}
+    yield from answer(engine, rest, params)
 
 
 class Run(Session[Batch]):
@@ -157,6 +177,7 @@ class Run(Session[Batch]):
         capture: of the model, for the configuration's layers.
         texts, held_out: the target's answers.
         compute: of matrix products outside the recurrence.
+        team: the processes that train it; recipe is of all of them.
     """
 
     def __init__(
@@ -170,6 +191,7 @@ class Run(Session[Batch]):
         recipe: Recipe,
         *,
         compute: torch.dtype,
+        team: Team = ALONE,
     ) -> None:
         texts, held_out = teaching(texts, held_out, recipe)
         d2t = draft_vocabulary(texts, config.draft_vocab_size or 0, config.vocab_size)
@@ -177,5 +199,6 @@ class Run(Session[Batch]):
         net = EagleNet(config, d2t, compute).to(model.device)
         net.start_from(model.head_weight, model.final_norm)
         packer = Packer(model, capture, d2t, recipe.length)
-        self.trainer = Trainer(net, packer, texts, recipe)
-        super().__init__(folder, self.trainer, all_batches(packer, held_out, recipe))
+        self.trainer = Trainer(net, packer, texts, recipe, team)
+        seen = held_out if team.main else ()
+        super().__init__(folder, self.trainer, all_batches(packer, seen, recipe))

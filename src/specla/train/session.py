@@ -2,7 +2,7 @@
 """One run in a folder: steps, with figures on held-out texts between them.
 
 trainer.safetensors is what it goes on from, log.csv has the figures, checkpoint/ is the drafter
-with the best held-out tau so far.
+with the best held-out tau so far. In a team, the main process looks and writes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,23 @@ HOLD_OUT = 50
 
 
 class Session(Generic[B]):
-    """A drafter in training in a folder. held_out: batches that it does not learn from."""
+    """A drafter in training in a folder. held_out: batches that it does not learn from; only the
+    main process's are looked at.
+
+    Raises:
+        ConfigError: a folder that not all processes see, or a run begun with other settings.
+    """
 
     def __init__(self, folder: Path, trainer: Steps[B], held_out: Sequence[B]) -> None:
         self.folder, self._steps, self._held_out = folder, trainer, held_out
         self.resumed = trainer.restore(folder)
+        if (step := trainer.team.of_main(lambda: trainer.step)) != trainer.step:
+            raise ConfigError(
+                f"all processes must see one {folder}, got step {step} in the main process and "
+                f"{trainer.step} in number {trainer.team.number}; use a folder that they share"
+            )
+        # Before anything is written there.
+        trainer.team.wait()
 
     def __call__(
         self, *, every: int, minutes: float, tick: Tick | None = None, note: Callable[[str], None]
@@ -48,13 +60,17 @@ class Session(Generic[B]):
         trainer, began, losses = self._steps, time.monotonic(), list[float]()
         last = trainer.schedule.steps
         found = self.look(float("nan"), note)
-        while trainer.step < last and time.monotonic() - began < 60 * minutes:
+
+        def in_time() -> bool:
+            return time.monotonic() - began < 60 * minutes
+
+        while trainer.step < last and trainer.team.of_main(in_time):
             losses.append(trainer.train_step())
             if tick is not None:
                 tick(f"training (tau {found.tau:.2f})", trainer.step, last)
             if trainer.step % every == 0 or trainer.step == last:
                 found, losses = self.look(sum(losses) / len(losses), note), []
-        trainer.save(self.folder)
+        trainer.team.of_main(lambda: trainer.save(self.folder))
         return found
 
     @property
@@ -64,6 +80,9 @@ class Session(Generic[B]):
 
     def look(self, loss: float, note: Callable[[str], None]) -> Figures:
         """Held-out figures; keeps the drafter if it is the best so far."""
+        return self._steps.team.of_main(lambda: self._look(loss, note))
+
+    def _look(self, loss: float, note: Callable[[str], None]) -> Figures:
         trainer = self._steps
         found = trainer.figures(self._held_out)
         if found.tau > trainer.best:

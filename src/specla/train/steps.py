@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -24,6 +24,7 @@ from specla.errors import ConfigError
 from specla.train.batches import fill, order
 from specla.train.capture import Text
 from specla.train.optim import optimizer_tensors, rate, restore_optimizers
+from specla.train.team import ALONE, Team
 
 STATE = "trainer.safetensors"
 B = TypeVar("B")
@@ -68,6 +69,10 @@ class Schedule:
     def __post_init__(self) -> None:
         check_above_zero(self, but=("seed",))
 
+    def times(self, processes: int) -> Self:
+        """That of one process which does what several with this one do together."""
+        return replace(self, rows=processes * self.rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
@@ -80,14 +85,30 @@ class Figures:
     tau: float
 
 
+class Lesson(NamedTuple):
+    """What a batch teaches: the weighted mean loss, the sum of its weights (both scalars), and of
+    how many lessons."""
+
+    loss: Tensor
+    weight: Tensor
+    lessons: int
+
+
 class Steps(ABC, Generic[B]):
     """A drafter in training: saved and restored together with its optimiser and place in the
-    texts. `net`'s parameters that need no gradient are not trained."""
+    texts. `net`'s parameters that need no gradient are not trained. schedule: of the whole team,
+    whose processes begin with the same net."""
 
     def __init__(
-        self, net: nn.Module, pack: Pack[B], texts: Sequence[Text], schedule: Schedule
+        self,
+        net: nn.Module,
+        pack: Pack[B],
+        texts: Sequence[Text],
+        schedule: Schedule,
+        team: Team = ALONE,
     ) -> None:
         self.schedule, self._net, self._pack, self._texts = schedule, net, pack, texts
+        self.team = team
         trained = [p for p in net.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             trained, lr=schedule.lr, betas=(0.9, 0.95), weight_decay=0.0
@@ -96,8 +117,8 @@ class Steps(ABC, Generic[B]):
         self.seconds, self.best = 0.0, 0.0
 
     @abstractmethod
-    def loss(self, batch: B) -> tuple[Tensor, int]:
-        """The loss of one batch, and how many lessons it had."""
+    def loss(self, batch: B) -> Lesson:
+        """What one batch teaches."""
 
     @abstractmethod
     def figures(self, batches: Sequence[B]) -> Figures:
@@ -112,21 +133,26 @@ class Steps(ABC, Generic[B]):
         """Config of the drafter: what a run that is gone on with must agree on."""
 
     def next_batch(self) -> B:
-        """The next texts that fit, packed."""
-        s = self.schedule
-        numbers = order(len(self._texts), s.seed, self.used)
-        # More than can fit: a pair per token at least.
-        drawn = [next(numbers) for _ in range(min(s.rows * s.length, 4096))]
-        texts = [self._texts[i] for i in drawn]
-        rows = fill([len(text.tokens) - 1 for text in texts], s.rows, s.length)
+        """The next texts that fit into the team's rows; this process's rows, packed."""
+        s, drawn = self.schedule, list[Text]()
+
+        def lengths() -> Iterator[int]:
+            for i in order(len(self._texts), s.seed, self.used):
+                drawn.append(self._texts[i])
+                yield len(drawn[-1].tokens) - 1
+
+        rows = fill(lengths(), s.rows, s.length)
         self.used += sum(map(len, rows))
-        return self._pack([[texts[i] for i in row] for row in rows])
+        return self._pack([[drawn[i] for i in row] for row in self.team.share(rows)])
 
     def train_step(self) -> float:
-        """One optimiser step; the loss before it."""
-        began = time.perf_counter()
-        loss, lessons = self.loss(self.next_batch())
+        """One optimiser step of the team; the loss before it."""
+        began, team = time.perf_counter(), self.team
+        found = self.loss(self.next_batch())
+        # Alone: times 1.0.
+        loss = found.loss * (found.weight / team.total(found.weight))
         loss.backward()
+        team.add_up(self._net.parameters())
         s = self.schedule
         torch.nn.utils.clip_grad_norm_(self._net.parameters(), s.clip)
         scale = rate(self.step / s.steps, self.step, s.warmup, floor=0.02)
@@ -135,9 +161,10 @@ class Steps(ABC, Generic[B]):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.tokens += lessons
+        self.tokens += int(team.total(torch.tensor(found.lessons)))
+        before = float(team.total(loss.detach()))
         self.seconds += time.perf_counter() - began
-        return float(loss.detach())
+        return before
 
     def save(self, folder: Path) -> None:
         """All that `restore` needs, replaced in one rename."""
