@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from completions import completion
 
-from specla.bench.accept import Tally, Watched, collect, figures, has_loop, result
+from specla.bench.accept import Tally, Watched, collect, figures, result
 from specla.bench.accept_page import csv_rows, record, render, text_record
 from specla.bench.measure import Prompt
 from specla.bench.report import COLUMNS
@@ -86,25 +86,6 @@ def test_without_scores_there_is_no_recall() -> None:
 def test_nothing_at_all() -> None:
     f = figures([])
     assert (f.tau, f.acceptance, f.rounds) == (0.0, None, 0)
-
-
-def test_loops_are_found_wherever_they_stand() -> None:
-    text = list(range(100, 200))
-    loop = [1, 2, 3] * 40
-    assert not has_loop(text)
-    assert not has_loop([])
-    for ids in (loop, text + loop, loop + text, text[:50] + loop + text[:50]):
-        assert has_loop(ids)
-    for start in range(16):
-        assert has_loop(text[:start] + loop[:64] + text)
-        assert not has_loop(text[:start] + loop[:63] + text)
-
-
-def test_a_sentence_said_three_times_is_a_loop() -> None:
-    sentence = list(range(1000, 1040))
-    assert has_loop([7, *sentence * 3, 8])
-    assert not has_loop([7, *sentence * 2, *sentence[:-1], 8])
-    assert not has_loop([1, 2, 3] * 21)  # too short to tell
 
 
 def answered(name: str, ids: Sequence[int], finish: str = "length") -> Completion:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import pytest
 from completions import completion
 
-from specla.bench.measure import Method, Prompt, interleave, is_looping
+from specla.bench.measure import Method, Prompt, interleave
 from specla.errors import RequestRejected
 from specla.request import Completion, SamplingParams
 
@@ -45,20 +44,3 @@ def test_a_failure_is_a_sample_with_an_error() -> None:
     )
     assert sample.completion is None
     assert sample.error == "too long"
-
-
-@pytest.mark.parametrize(
-    ("tokens", "looping"),
-    [
-        ([5] * 64, True),
-        ([1, 2, 3] * 30, True),
-        ([*range(100), *([7, 8] * 32)], True),
-        (list(range(16)) * 5, True),
-        (list(range(17)) * 5, False),
-        ([5] * 63, False),
-        (list(range(200)), False),
-        ([5] * 100 + [6], False),
-    ],
-)
-def test_is_looping(tokens: list[int], looping: bool) -> None:
-    assert is_looping(tokens) is looping

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specla.bench.measure import LOOP_WINDOW, Prompt
+from specla.bench.loops import has_loop
+from specla.bench.measure import Prompt
 from specla.bench.table import spread
 from specla.drafters.base import Observation
 from specla.request import Completion
 
 TOP = (1, 2, 4, 8)
-# Longest stretch whose repetition is looked for, in tokens, and how often it must stand there.
-PERIOD, COPIES = 64, 3
 Watched = Sequence[tuple[str, Observation]]
 """Requests' ids and what became of their trees in a round."""
 
@@ -203,23 +202,6 @@ def figures(tallies: Iterable[Tally]) -> Figures:
         first_token=total.first / rounds,
         recall=recall,
     )
-
-
-def has_loop(token_ids: Sequence[int]) -> bool:
-    """Whether a stretch of at most 64 tokens stands three times in a row or more, over 64 tokens
-    at least, wherever that is: a word that does not end, or a sentence said again and again."""
-    return any(
-        _longest(token_ids, p) >= max(LOOP_WINDOW, COPIES * p) for p in range(1, PERIOD + 1)
-    )
-
-
-def _longest(token_ids: Sequence[int], period: int) -> int:
-    """Tokens of the longest part in which each one is the one `period` before it."""
-    longest = run = 0
-    for token, before in zip(token_ids[period:], token_ids, strict=False):
-        run = run + 1 if token == before else 0
-        longest = max(longest, run)
-    return longest + period
 
 
 def _at(counts: list[int], place: int, count: int) -> None:

@@ -17,7 +17,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from specla.bench.accept import has_loop
+from specla.bench.loops import has_loop
 from specla.bench.measure import Method, Prompt, Sample
 from specla.errors import SpeclaError
 from specla.request import Completion, SamplingParams

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from specla.bench.accept import has_loop
 from specla.bench.headline import (
     AR,
     BLOCK_MORE,
@@ -26,6 +25,7 @@ from specla.bench.headline import (
 )
 from specla.bench.kernel_metrics import Metric
 from specla.bench.kernel_report import written
+from specla.bench.loops import has_loop
 from specla.bench.measure import Sample
 
 PLAIN = "own AR, graphed on a GPU, exact, same run"

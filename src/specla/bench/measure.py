@@ -16,8 +16,6 @@ from statistics import median
 from specla.errors import SpeclaError
 from specla.request import Completion, SamplingParams
 
-LOOP_WINDOW, LOOP_PERIOD = 64, 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
@@ -107,15 +105,3 @@ def _sample(
             method=method, prompt=prompt, completion=None, decode_s=0.0, error=str(outcome)
         )
     return Sample(method=method, prompt=prompt, completion=outcome, decode_s=median(times))
-
-
-def is_looping(token_ids: Sequence[int]) -> bool:
-    """Whether the last 64 tokens repeat with a period of at most 16.
-
-    Looping text is trivially easy to draft: it inflates acceptance, so reports flag it.
-    """
-    tail = token_ids[-LOOP_WINDOW:]
-    return len(tail) == LOOP_WINDOW and any(
-        all(tail[i] == tail[i - period] for i in range(period, LOOP_WINDOW))
-        for period in range(1, LOOP_PERIOD + 1)
-    )

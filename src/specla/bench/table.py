@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
-from specla.bench.measure import Prompt, Sample, is_looping
+from specla.bench.loops import has_loop
+from specla.bench.measure import Prompt, Sample
 from specla.request import Completion
 
 PLAIN, EXACT = "plain AR", "exact AR"
@@ -17,8 +18,9 @@ PLAIN, EXACT = "plain AR", "exact AR"
 class Row:
     """One method on one kind of prompt.
 
-    `same` counts completions with exactly the tokens of exact AR; `looping` those whose end
-    repeats. Speeds are tokens/s over all prompts; p10 and p90 are over prompts.
+    `same` counts completions with exactly the tokens of exact AR; `looping` those in
+    which a stretch repeats (`loops`). Speeds are tokens/s over all prompts; p10 and p90 are over
+    prompts.
     """
 
     kind: str
@@ -91,7 +93,7 @@ def _row(
         tokens_per_round=(rounds + accepted) / rounds if rounds else 0.0,
         acceptance=accepted / drafted if drafted else None,
         acceptance_by_depth=by_depth(done),
-        looping=sum(is_looping(c.token_ids) for c in done),
+        looping=sum(has_loop(c.token_ids) for c in done),
         same=sum(_same(s, exact.get(s.prompt)) for s in samples),
     )
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 from rich.console import Console
 from rich.table import Table
 
-from specla.bench.measure import Method, Prompt, Sample, interleave, is_looping
+from specla.bench.loops import has_loop
+from specla.bench.measure import Method, Prompt, Sample, interleave
 from specla.bench.table import EXACT, PLAIN, Row, rows
 from specla.cli.console import note, progress_bars
 from specla.cli.failure import INCORRECT
@@ -95,8 +96,8 @@ def _print_table(table: list[Row], spec: Completion) -> None:
         )
     print_line("")
     Console(highlight=False).print(grid)
-    if is_looping(spec.token_ids):
-        note("note: the text loops at its end, which makes drafting look better than it is")
+    if has_loop(spec.token_ids):
+        note("note: the text loops, which makes drafting look better than it is")
     if spec.speculation.fallback:
         note(f"note: {spec.speculation.fallback}")
     print_line(f"identical: {'yes' if table[-1].identical else 'NO'}")
