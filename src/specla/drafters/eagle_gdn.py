@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Gated DeltaNet mixer of an EAGLE drafter, over the slots of one engine.
 
-Its state lives in a `State` of one layer, with the target's slot numbers: `encode` is a verify of
-one chain per row and commits all of it, `prefill` the chunked form. Drafting starts from what is
-committed (`roots`) and carries states of its own, so nothing it computes can reach the log.
+Its state lives in a `State` of one layer, with the target's slot numbers: `encode` takes one run
+of tokens per row, `prefill` is the chunked form. Drafting starts from what is committed (`roots`)
+and carries states of its own, so nothing it computes can reach the slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,8 +19,6 @@ from specla.ops import conv, gdn
 from specla.ops.contract import RecurrentShape
 from specla.ops.gdn import reference
 from specla.state import State
-from specla.state.plan import compile_round
-from specla.topology.tree import DraftTree
 
 
 class GdnMixer:
@@ -70,29 +67,33 @@ class GdnMixer:
         return y
 
     def encode(self, slots: Sequence[int], lengths: Sequence[int], x: Tensor) -> Tensor:
-        """Accepted tokens; all are committed."""
-        logs = [self.state.logs[slot] for slot in slots]
-        # Who the tokens are does not matter to the plan.
-        chains = [DraftTree.chain(0, [0] * (length - 1)) for length in lengths]
-        plan = compile_round(
-            slots, logs, chains, conv_width=self._shape.conv_width, device=self.state.device
-        )
-        layer = self.state.layers[0]
-        y = self._block.mix(
-            x, partial(conv.verify, layer, plan), partial(reference.verify, layer, plan)
-        )
-        for log, length in zip(logs, lengths, strict=True):
-            log.commit(tuple(range(length)))
+        """Accepted tokens, folded at once: nothing of them can be rejected."""
+        layer, at = self.state.layers[0], self._ints(slots)
+        S, tail = self.roots(slots)
+
+        def convolve(raw: Tensor, weight: Tensor) -> Tensor:
+            y, layer.tail[at, self._banks(slots)] = conv.runs(raw, lengths, weight, tail)
+            return y
+
+        def recur(given: gdn.Inputs) -> Tensor:
+            o, ended = reference.runs(S, lengths, given)
+            layer.S.index_copy_(0, at, ended)
+            return o
+
+        y = self._block.mix(x, convolve, recur)
+        for slot, length in zip(slots, lengths, strict=True):
+            self.state.advance(slot, length)
         return y
 
     def roots(self, slots: Sequence[int]) -> Memory:
         """What is committed."""
-        states = [self.state.committed_state(slot)[0] for slot in slots]
-        return torch.stack([S for S, _ in states]), torch.stack([tail for _, tail in states])
+        layer, at = self.state.layers[0], self._ints(slots)
+        return layer.S.index_select(0, at), layer.tail[at, self._banks(slots)]
 
     def step(self, memory: Memory, source: Sequence[int], x: Tensor) -> tuple[Tensor, Memory]:
         """One token below each of some paths."""
-        S, above = (part[list(source)] for part in memory)
+        at = self._ints(source)
+        S, above = (part.index_select(0, at) for part in memory)
         below: list[Tensor] = []
 
         def convolve(raw: Tensor, weight: Tensor) -> Tensor:
@@ -107,3 +108,10 @@ class GdnMixer:
 
         y = self._block.mix(x, convolve, recur)
         return y, (S, below[0])
+
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.state.device)
+
+    def _banks(self, slots: Sequence[int]) -> Tensor:
+        """Where each slot's tail lies."""
+        return self._ints([self.state.logs[slot].bank for slot in slots])

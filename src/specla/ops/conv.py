@@ -8,6 +8,9 @@ accumulation order (oldest tap first) serves one token and many.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -35,6 +38,26 @@ def prefill(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     history = torch.cat([tail, x])
     taps = [history[j : j + length] for j in range(width)]
     return _weighted(taps, weight, x.dtype), history[length:].clone()
+
+
+def runs(
+    x: Tensor, lengths: Sequence[int], weight: Tensor, tails: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A run of tokens of each of B sequences: x [M, C] raw inputs, run by run, lengths[b] of each,
+    weight [C, W], tails [B, W-1, C]. Returns (y [M, C], new tails [B, W-1, C])."""
+    before = weight.shape[1] - 1
+    starts = accumulate(lengths, lambda at, length: at + before + length, initial=0)
+    parts = [part for run in zip(tails, x.split(list(lengths)), strict=True) for part in run]
+    history, begins = torch.cat(parts), list(starts)
+
+    def rows(first: int) -> Tensor:
+        places = [b + first + i for b, n in zip(begins, lengths, strict=False) for i in range(n)]
+        return history.index_select(0, torch.tensor(places, device=x.device))
+
+    ends = [end - before + i for end in begins[1:] for i in range(before)]
+    last = history.index_select(0, torch.tensor(ends, dtype=torch.int64, device=x.device))
+    taps = [rows(j) for j in range(weight.shape[1])]
+    return _weighted(taps, weight, x.dtype), last.view_as(tails)
 
 
 def step(window: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

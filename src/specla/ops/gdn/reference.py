@@ -12,6 +12,8 @@ Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3; SpecLA 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -133,6 +135,25 @@ def verify(layer: LayerState, plan: RoundPlan, x: Inputs) -> Tensor:
     at = (plan.node_slot, plan.write_entry)
     layer.factors.k[at], layer.factors.u[at], layer.factors.g[at] = x.k, u, x.g
     return o
+
+
+def runs(S: Tensor, lengths: Sequence[int], x: Inputs) -> tuple[Tensor, Tensor]:
+    """A run of tokens of each of B sequences, token by token: S [B, G, V, K], x with leading axis
+    M, run by run, lengths[b] >= 1 of each. Returns (o [M, G, V], S after the runs), `verify`'s
+    bits."""
+    S, heads = S.clone(), S.shape[1]
+    q, k = per_value_head(x.q, heads), per_value_head(x.k, heads)
+    o, starts = torch.empty_like(x.v), list(accumulate(lengths, initial=0))
+    for i in range(max(lengths)):
+        rows = [b for b, length in enumerate(lengths) if length > i]
+        at = torch.tensor([starts[b] + i for b in rows], device=S.device)
+        going = torch.tensor(rows, device=S.device)
+        here = S if len(rows) == len(S) else S.index_select(0, going)
+        step_(here, *(part.index_select(0, at) for part in (k, x.v, x.g, x.beta)))
+        o.index_copy_(0, at, read(here, q.index_select(0, at)))
+        if here is not S:
+            S.index_copy_(0, going, here)
+    return o, S
 
 
 def prefill(S: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
