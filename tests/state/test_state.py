@@ -146,6 +146,24 @@ def test_fork_of_every_log_length(plain: PlainRun, new_either: Callable[..., Sta
         state.release(twin)
 
 
+def test_a_copy_covers_whatever_the_slot_held(
+    plain: PlainRun, new_either: Callable[..., State]
+) -> None:
+    state, root = new_either(log_capacity=4), PROMPTS[PROMPT][-1]
+    slot, to = admit(state), admit(state, 7)
+    canary(state, to, 1e6)
+    play(state, [slot], [bushy(root)], [[0, 2, 3]])
+    play(state, [to], [DraftTree.root(9)], [[0]])
+    state.copy(slot, to)
+    assert state.logs[to] == state.logs[slot]
+    assert state.logs[to] is not state.logs[slot]
+    assert same(state.committed_state(to), state.committed_state(slot))
+    before = snapshot(state, slot)
+    (logits,) = play(state, [to], [DraftTree.root(5)], [[0]])
+    assert torch.equal(logits[0], plain.at(PROMPT, (root, 2, 3, 5)).logits)
+    assert unchanged(state, slot, before)
+
+
 @pytest.mark.parametrize("rounds", range(7))
 def test_materialise_changes_where_not_what(rounds: int, plain: PlainRun) -> None:
     state, root = new_state(log_capacity=5), PROMPTS[PROMPT][-1]

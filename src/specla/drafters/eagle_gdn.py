@@ -39,12 +39,7 @@ class GdnMixer:
 
     def copy(self, slot: int, to: int) -> None:
         """`to` goes on from where `slot` is."""
-        for layer in self.state.layers:
-            for tensor in (layer.S, *layer.factors, layer.tail, layer.inputs):
-                tensor[to] = tensor[slot]
-        log = self.state.logs[slot]
-        for name in type(log).__slots__:
-            setattr(self.state.logs[to], name, getattr(log, name))
+        self.state.copy(slot, to)
 
     def slot_bytes(self, slot: int) -> int:
         """The same whatever it has read."""

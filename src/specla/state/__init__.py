@@ -9,7 +9,7 @@ banks for candidates, a conv tail. `begin` fixes the round, the model's verify f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,15 +100,19 @@ class State:
 
     def fork(self, slot: int) -> int:
         """A new slot that continues from the same committed state."""
-        copy = self.acquire()
+        to = self.acquire()
+        self.copy(slot, to)
+        return to
+
+    def copy(self, slot: int, to: int) -> None:
+        """Slot `to` continues from where `slot` is, whatever it held."""
         if self._kernels is not None:
             number = self._kernels.number
-            self._kernels.fork(number(slot), number(copy))
+            self._kernels.fork(number(slot), number(to))
         else:
             for tensor in self._tensors():
-                tensor[copy] = tensor[slot]
-        self.logs[copy] = Log(**{name: getattr(self.logs[slot], name) for name in Log.__slots__})
-        return copy
+                tensor[to] = tensor[slot]
+        self.logs[to] = replace(self.logs[slot])
 
     def begin(self, slots: Sequence[int], trees: Sequence[DraftTree]) -> RoundPlan | DevicePlan:
         """Fix one round over these slots. Nothing moves until `commit`. On a GPU the plan is
