@@ -63,6 +63,19 @@ def test_it_says_what_the_model_says(prompt: list[int], most: int) -> None:
         assert len(model.forwards) > 2 * report.rounds
 
 
+def test_what_goes_wrong_in_the_other_package_is_said_to_be_its_own() -> None:
+    """And what goes wrong in ours is not taken for that."""
+
+    def broken(**_: object) -> None:
+        raise AttributeError("'FLACache' has no get_seq_length")
+
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with pytest.raises(KernelUnavailable, match=r"failed \(AttributeError: 'FLACache' has no"):
+        FlaSD(broken, build("ngram"), (END,), str, "cpu")([5, 6, 7], params)
+    with pytest.raises(TypeError):
+        FlaSD(Model(), build("ngram"), (END,), None, "cpu")([5, 6, 7], params)  # type: ignore[arg-type]
+
+
 def test_it_needs_a_gpu(tmp_path) -> None:
     with pytest.raises(KernelUnavailable, match="need a GPU"):
         load(tmp_path, "cpu")

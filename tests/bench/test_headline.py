@@ -87,6 +87,84 @@ def test_a_score_compares_the_same_prompts_only() -> None:
     assert tree.round_over_ar == pytest.approx(1.25)
 
 
+def test_a_method_that_answers_nothing_has_no_score_but_a_reason() -> None:
+    samples = everything()
+    broken = [
+        replace(one, completion=None, error="out of memory\nat 3")
+        if (one.method, one.prompt.kind) in ((h.PRUNED, "gsm8k"), (h.BUDGET, "mixed"))
+        else one
+        for one in samples
+    ]
+    assert h.unanswered(samples) == {}
+    why = h.unanswered(broken)
+    reason = "none of 4 prompts was answered by it and by AR: out of memory"
+    assert why == {f"{h.PRUNED}, gsm8k": reason, f"{h.BUDGET}, mixed": reason}
+    scores = h.scores(broken)
+    assert (h.PRUNED, "gsm8k") not in {(s.method, s.suite) for s in scores}
+    assert len(scores) == len(h.scores(samples)) - 2
+    batch = h.Batch(suite="gsm8k", size=64, method=h.BUDGET, tokens=9, seconds=1.0,
+                    plain_seconds=1.2, same=64, looping=3)  # fmt: skip
+    named = {m.name: m for m in page.metrics(scores, [batch], broken, why)}
+    for name in ("e2e_gsm8k_b1", "round_over_ar", "e2e_worst_case"):
+        assert named[name].value is None
+        assert "out of memory" in named[name].notes
+    assert named["e2e_mixed_b1"].value == pytest.approx(2)
+    assert not any(name.startswith(f"headline/gsm8k/{h.PRUNED}/") for name in named)
+
+
+def test_where_ar_answers_nothing_nothing_is_compared() -> None:
+    samples = [
+        replace(one, completion=None, error="no") if one.method == h.AR else one
+        for one in everything()
+        if one.prompt.kind == "gsm8k"
+    ]
+    assert h.scores(samples) == []
+    assert len(h.unanswered(samples)) == 7
+    assert h.tau_ratio(samples, "gsm8k", h.TREE, h.CHAIN) is not None
+
+
+def test_prompts_that_ar_was_not_asked_are_no_failures() -> None:
+    """Where time was short, fla's loop may have come further than the others."""
+    samples = [
+        sample(h.AR, "gsm8k", answer(10, 10, 0.1), 0),
+        *(sample("FLA-SD", "gsm8k", answer(10, 5, 0.2), i) for i in range(3)),
+        sample("FLA-SD", "mixed", answer(10, 5, 0.2), 0),
+    ]
+    _, fla = h.scores(samples)
+    assert (fla.prompts, fla.failed, fla.tokens) == (1, 0, 10)
+    assert h.unanswered(samples) == {
+        "FLA-SD, mixed": "none of 1 prompts was answered by it and by AR: AR was not asked the "
+        "same ones"
+    }
+
+
+def test_the_worst_case_is_over_every_suite_and_batch() -> None:
+    samples = everything()
+    whole = h.Batch(suite="gsm8k", size=64, method=h.BUDGET, tokens=9, seconds=1.0,
+                    plain_seconds=1.2, same=64, looping=3)  # fmt: skip
+    few = replace(whole, size=4, plain_seconds=1.1)
+    mixed = replace(whole, suite="mixed", plain_seconds=0.9)
+    found = page.metrics(h.scores(samples), [mixed, few, whole], samples, {})
+    named = {m.name: m for m in found}
+    assert named["e2e_gsm8k_b64"].value == pytest.approx(1.2)
+    assert named["e2e_worst_case"].value == pytest.approx(0.9)
+    assert named["e2e_worst_case"].notes == (
+        "mixed, batch 64; the least of: gsm8k, batch 1; humaneval, batch 1; mixed, batch 1; "
+        "mixed, batch 64; gsm8k, batch 4; gsm8k, batch 64; no other prompts or sizes were measured"
+    )
+    name = f"headline/gsm8k/{h.BUDGET}, batch of 4/ratio"
+    assert named[name].value == pytest.approx(1.1)
+    without = {m.name: m for m in page.metrics(h.scores(samples), [mixed], samples, {})}
+    assert without["e2e_worst_case"].value is without["e2e_gsm8k_b64"].value is None
+
+
+def test_batches_of_every_suite_and_size() -> None:
+    assert h.batch_cases(64) == [
+        ("gsm8k", 64), ("humaneval", 64), ("mixed", 64), ("gsm8k", 16), ("gsm8k", 4),
+    ]  # fmt: skip
+    assert h.batch_cases(3) == [("gsm8k", 3), ("humaneval", 3), ("mixed", 3)]
+
+
 def test_loops_and_cut_answers_are_counted() -> None:
     looping = replace(answer(96, 96, 1.0), token_ids=(1, 2) * 48, finish_reason="length")
     (score,) = h.scores([sample(h.AR, "gsm8k", looping)])

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from headline_data import MIXED_KINDS, make_data
 
 from specla.cli import main
 from specla.cli.bench_headline import _verdict
-from specla.cli.headline_steps import Plan, Progress, contenders
+from specla.cli.headline_progress import Plan, Progress
+from specla.cli.headline_steps import contenders
 from specla.cli.headline_suites import suites
 from specla.errors import ConfigError
 
@@ -24,9 +28,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("data") / "d")
 
 
-def plan(work: Path, size: str = "toy") -> Plan:
-    return Plan(data=work, work=work, size=size, minutes={}, prompts=1, batch=1, max_tokens=4,
-                device="cpu")  # fmt: skip
+def plan(work: Path, **changes: Any) -> Plan:
+    asked = {"data": work, "work": work, "size": "toy", "minutes": {}, "prompts": 1, "batch": 1,
+             "max_tokens": 4, "device": "cpu"}  # fmt: skip
+    return Plan(**{**asked, **changes})
 
 
 def test_suites_leave_out_what_the_templates_were_made_from(data: Path) -> None:
@@ -66,8 +71,31 @@ def test_a_finished_step_is_remembered_and_undoes_those_after_it(tmp_path: Path)
     assert Progress(plan(tmp_path)).steps == {
         "target": {"wall_s": 1}, "drafters": {"wall_s": 2},
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"is for toy, now gdn-1\.3b"):
-        Progress(plan(tmp_path, "gdn-1.3b"))
+
+
+def test_a_folder_is_gone_on_with_as_it_was_begun(data: Path, tmp_path: Path) -> None:
+    first = plan(tmp_path / "w", data=data)
+    progress = Progress(first)
+    progress.finish("target", {"wall_s": 1})
+    Progress(replace(first, prompts=2, max_tokens=8))  # nothing was measured yet
+    progress.finish("measure", {"wall_s": 1})
+    moved = Path(shutil.copytree(data, tmp_path / "moved"))
+    Progress(replace(first, data=moved, minutes={"target": 3.0}, device="cuda"))
+    (moved / "gsm8k/test.jsonl").write_text("{}")
+    for name, value in {
+        "size": "gdn-1.3b", "data": moved, "prompts": None, "batch": 8, "max_tokens": 5,
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"of the same {name}, .* step (target|measure)"):
+            Progress(replace(first, **{name: value}))
+    with pytest.raises(ConfigError, match="of the same data"):
+        Progress(replace(first, data=tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"size": "toy", "steps": {"target": {}}}'])
+def test_what_is_no_progress_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "headline.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"headline.json must say what was done"):
+        Progress(plan(tmp_path))
 
 
 def test_every_contender_has_its_own_name_and_ar_is_first() -> None:
@@ -98,9 +126,12 @@ def test_refusals(flags: str, says: str, tmp_path: Path, capsys: CAPTURE) -> Non
 def test_a_batch_that_is_not_ars_has_an_exit_code_of_its_own(capsys: CAPTURE) -> None:
     score = {"suite": "gsm8k", "method": "tree", "prompts": 2, "failed": 0, "same": 2}
     batch = {"suite": "gsm8k", "method": "tree, budget", "size": 64, "same": 64}
-    assert _verdict({"scores": [score], "batches": [batch]}) == 0
-    assert _verdict({"scores": [score], "batches": [batch | {"same": 63}]}) == 5
+    measured = {"scores": [score], "batches": [batch], "unanswered": [], "missing": {"x": "why"}}
+    assert _verdict(measured) == 0
+    assert _verdict(measured | {"batches": [batch | {"same": 63}]}) == 5
     assert "not identical: tree, budget, batch of 64: 63" in capsys.readouterr().err
+    assert _verdict(measured | {"unanswered": ["x"]}) == 1
+    assert "failed: x: why" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -122,8 +153,8 @@ def test_all_of_it_at_toy_size(data: Path, tmp_path: Path, capsys: CAPTURE) -> N
     assert {"round_over_ar", "e2e_gsm8k_b1", "e2e_mixed_b1", "e2e_worst_case"} <= metrics
     assert "FLA-SD" in (results.parent / "headline/README.md").read_text()
     kept = [json.loads(line) for line in (work / "texts.jsonl").read_text().splitlines()]
-    assert len(kept) == 6 * len(contenders()) + 3
-    assert sum(one["method"] == "tree, budget, batch of 3" for one in kept) == 3
-    again = [*command.split(), "--steps", "target,drafters"]
+    assert len(kept) == 6 * len(contenders()) + 3 * 3
+    assert sum(one["method"] == "tree, budget, batch of 3" for one in kept) == 9
+    again = [*command.split(), *limits.split(), "--steps", "target,drafters"]
     assert main(again) == 0
     assert "target: done before" in capsys.readouterr().err

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def load(folder: Path, device: str) -> Any:
     """fla's model of a checkpoint, in bfloat16.
 
     Raises:
-        KernelUnavailable: no GPU, or no flash-linear-attention.
+        KernelUnavailable: no GPU, or no flash-linear-attention, or it cannot load it.
     """
     if device == "cpu":
         raise KernelUnavailable("fla's kernels need a GPU, and this runs on a CPU")
@@ -40,7 +41,26 @@ def load(folder: Path, device: str) -> Any:
             f"flash-linear-attention must be installed with its models ({error}); pip install "
             "flash-linear-attention==0.6.0"
         ) from error
-    return GatedDeltaNetForCausalLM.from_pretrained(str(folder)).to(device, torch.bfloat16).eval()
+    with _theirs():
+        model = GatedDeltaNetForCausalLM.from_pretrained(str(folder))
+        return model.to(device, torch.bfloat16).eval()
+
+
+@contextmanager
+def _theirs() -> Iterator[None]:
+    """Another package's code may fail in any of its own ways: that is a finding about it, not our
+    end. Only its own calls stand in here.
+
+    Raises:
+        KernelUnavailable: it has.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, OSError) as error:
+        raise KernelUnavailable(
+            f"flash-linear-attention failed ({type(error).__name__}: {error}); its releases that "
+            "are known to work are those of 0.6"
+        ) from error
 
 
 class FlaSD:
@@ -97,7 +117,9 @@ class FlaSD:
         if not chain:
             said, cache = self._run([last], cache)
             return said, cache
-        said, _ = self._run([last, *chain], copy.deepcopy(cache))
+        with _theirs():
+            dropped = copy.deepcopy(cache)
+        said, _ = self._run([last, *chain], dropped)
         count = 0
         while count < len(chain) and said[count] == chain[count]:
             count += 1
@@ -106,7 +128,8 @@ class FlaSD:
 
     def _run(self, tokens: Sequence[int], cache: Any) -> tuple[list[int], Any]:
         ids = torch.tensor([list(tokens)], device=self._device)
-        out = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+        with _theirs():
+            out = self._model(input_ids=ids, past_key_values=cache, use_cache=True)
         return out.logits[0].argmax(-1).tolist(), out.past_key_values
 
     def _ended(self, output: Sequence[int], most: int) -> bool:

@@ -11,7 +11,7 @@ answers that did not end by themselves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -101,21 +101,45 @@ def _sample(method: Method, prompt: Prompt, params: SamplingParams) -> Sample:
 
 
 def scores(samples: Sequence[Sample]) -> list[Score]:
-    """One per suite and method, in the order they first appear."""
-    suites = dict.fromkeys(s.prompt.kind for s in samples)
-    methods = dict.fromkeys(s.method for s in samples)
-    found = {
-        (m, s): [one for one in samples if one.method == m and one.prompt.kind == s]
-        for s in suites
-        for m in methods
-    }
+    """One per suite and method, in the order they first appear. Those without a prompt that AR
+    has answered too have none: see `unanswered`."""
     return [
-        _score(s, m, found[m, s], found[AR, s]) for s in suites for m in methods if found[m, s]
+        _score(suite, method, *both) for suite, method, both in _by_suite(samples) if _pairs(*both)
     ]
 
 
+def unanswered(samples: Sequence[Sample]) -> dict[str, str]:
+    """Why a method has no score on a suite, by "method, suite"."""
+    return {
+        f"{method}, {suite}": _why_none(*both)
+        for suite, method, both in _by_suite(samples)
+        if not _pairs(*both)
+    }
+
+
+def _by_suite(
+    samples: Sequence[Sample],
+) -> Iterator[tuple[str, str, tuple[list[Sample], list[Sample]]]]:
+    """Suite, method, and the method's samples and AR's of that suite."""
+    suites = dict.fromkeys(s.prompt.kind for s in samples)
+    methods = dict.fromkeys(s.method for s in samples)
+    for suite in suites:
+        here = [one for one in samples if one.prompt.kind == suite]
+        plain = [one for one in here if one.method == AR]
+        for method in methods:
+            if mine := [one for one in here if one.method == method]:
+                yield suite, method, (mine, plain)
+
+
+def _why_none(mine: Sequence[Sample], plain: Sequence[Sample]) -> str:
+    errors = [one.error for one in (*mine, *plain) if one.error is not None]
+    why = errors[0].split("\n")[0] if errors else "AR was not asked the same ones"
+    return f"none of {len(mine)} prompts was answered by it and by AR: {why}"
+
+
 def _score(suite: str, method: str, mine: Sequence[Sample], plain: Sequence[Sample]) -> Score:
-    pairs = _pairs(mine, plain)
+    asked = {one.prompt for one in plain}
+    mine, pairs = [one for one in mine if one.prompt in asked], _pairs(mine, plain)
     done = [one for one, _ in pairs]
     own, base = _work([one for one, _ in pairs]), _work([one for _, one in pairs])
     rounds = sum(c.speculation.rounds for c, _ in done)
@@ -162,10 +186,9 @@ def _speed(work: np.ndarray) -> float:
 
 
 def bootstrap(ratio: Callable[[np.ndarray], float], count: int, seed: int = 0) -> Ratio:
-    """A ratio over `count` prompts and its spread over resampled ones: `ratio` gets their
-    numbers."""
-    if count == 0:
-        return Ratio(value=0.0, low=0.0, high=0.0, p10=0.0, p90=0.0)
+    """A ratio over `count` prompts, one at least, and its spread over resampled ones: `ratio` gets
+    their numbers."""
+    assert count > 0, "a ratio over no prompts"
     rng = np.random.default_rng(seed)
     again = [ratio(rng.integers(0, count, count)) for _ in range(RESAMPLES)]
     low, p10, p90, high = np.percentile(again, [INTERVAL[0], 10, 90, INTERVAL[1]])
@@ -210,6 +233,12 @@ class Batch:
     def ratio(self) -> float:
         """Speed over AR's."""
         return self.plain_seconds / self.seconds
+
+
+def batch_cases(size: int) -> list[tuple[str, int]]:
+    """Suites and batch sizes: every suite in the largest, GSM8K first, then GSM8K in smaller
+    ones."""
+    return [(suite, size) for suite in SUITES] + [(GSM8K, n) for n in (16, 4) if n < size]
 
 
 def in_batch(

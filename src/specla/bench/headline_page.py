@@ -60,19 +60,20 @@ def metrics(
         ratio = tau_ratio(samples, GSM8K, *pair)
         found.append(_gain(name, ratio, pair, base, named.get((GSM8K, pair[0])), missing))
     found += [_in_batch(batches, missing), _worst(named, batches, missing)]
-    return found + [metric for score in scores for metric in _details(score)]
+    found += [metric for score in scores for metric in _details(score)]
+    return found + [_batch(f"headline/{b.suite}/{_where(b)}/ratio", b) for b in batches]
 
 
 def _end_to_end(score: Score | None, suite: str, missing: Mapping[str, str]) -> Metric:
     name = f"e2e_{suite}_b1"
     if score is None:
-        return _missing(name, (PRUNED,), missing)
+        return _missing(name, (PRUNED, f"{PRUNED}, {suite}"), missing)
     return _ratio(name, score.ratio, PLAIN, counts(score))
 
 
 def _round(score: Score | None, missing: Mapping[str, str]) -> Metric:
     if score is None:
-        return _missing("round_over_ar", (PRUNED,), missing)
+        return _missing("round_over_ar", (PRUNED, f"{PRUNED}, {GSM8K}"), missing)
     return Metric(
         name="round_over_ar", value=score.round_over_ar, baseline=PLAIN,
         notes=f"{PRUNED}, {GSM8K}; tau {score.tau:.3f}; {counts(score)}",
@@ -88,32 +89,49 @@ def _gain(
     missing: Mapping[str, str],
 ) -> Metric:
     if ratio is None or score is None:
-        return _missing(name, needs, missing)
+        return _missing(name, (*needs, *(f"{one}, {GSM8K}" for one in needs)), missing)
     return _ratio(name, ratio, base, f"tokens per round, GSM8K; {counts(score)}")
 
 
 def _in_batch(batches: Sequence[Batch], missing: Mapping[str, str]) -> Metric:
-    if not batches:
-        return _missing("e2e_gsm8k_b64", (f"{BUDGET}, batch",), missing)
-    one = batches[0]
+    """GSM8K in the largest batch."""
+    mine = [one for one in batches if one.suite == GSM8K]
+    if not mine:
+        return _missing("e2e_gsm8k_b64", _about_batches(missing), missing)
+    one = max(mine, key=lambda batch: batch.size)
+    return _batch(f"e2e_gsm8k_b{one.size}", one)
+
+
+def _batch(name: str, one: Batch) -> Metric:
     notes = (
         f"batch {one.size}, prefill included; same as AR {one.same}; looping {one.looping}; "
         f"{one.tokens} tokens"
     )
-    return Metric(name=f"e2e_gsm8k_b{one.size}", value=one.ratio, baseline=PLAIN, notes=notes)
+    return Metric(name=name, value=one.ratio, baseline=PLAIN, notes=notes)
+
+
+def _where(one: Batch) -> str:
+    return f"{one.method}, batch of {one.size}"
+
+
+def _about_batches(missing: Mapping[str, str]) -> list[str]:
+    return [name for name in missing if name.startswith(f"{BUDGET}, ") and "batch" in name]
 
 
 def _worst(
     named: Mapping[tuple[str, str], Score], batches: Sequence[Batch], missing: Mapping[str, str]
 ) -> Metric:
-    """The least ratio with the budget on; only where all suites were measured with it."""
-    singles = [named[s, BUDGET] for s in SUITES if (s, BUDGET) in named]
-    if len(singles) < len(SUITES) or not batches:
-        return _missing("e2e_worst_case", (BUDGET, f"{BUDGET}, batch"), missing)
+    """The least ratio with the budget on, of every suite and batch size that was measured; only
+    where all suites were, and GSM8K in a batch."""
+    singles = [score for (_, method), score in named.items() if method == BUDGET]
     ratios = {f"{s.suite}, batch 1": s.ratio.value for s in singles}
     ratios |= {f"{b.suite}, batch {b.size}": b.ratio for b in batches}
+    if not {*SUITES} <= {s.suite for s in singles} or GSM8K not in {b.suite for b in batches}:
+        needs = (BUDGET, *(f"{BUDGET}, {s}" for s in SUITES), *_about_batches(missing))
+        return _missing("e2e_worst_case", needs, missing)
     worst = min(ratios, key=ratios.__getitem__)
-    return Metric(name="e2e_worst_case", value=ratios[worst], baseline=PLAIN, notes=worst)
+    notes = f"{worst}; the least of: {'; '.join(ratios)}; no other prompts or sizes were measured"
+    return Metric(name="e2e_worst_case", value=ratios[worst], baseline=PLAIN, notes=notes)
 
 
 def _ratio(name: str, ratio: Ratio, baseline: str, notes: str) -> Metric:

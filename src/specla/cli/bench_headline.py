@@ -11,7 +11,8 @@ from rich.console import Console
 
 from specla.cli import options as opt
 from specla.cli.console import note, progress_bars
-from specla.cli.headline_steps import DRAFTERS, MEASURE, SIZES, STEPS, TARGET, Plan, run_steps
+from specla.cli.headline_progress import DRAFTERS, MEASURE, STEPS, TARGET, Plan
+from specla.cli.headline_steps import SIZES, run_steps
 from specla.cli.records import dumps
 from specla.cli.single import print_line
 from specla.errors import ConfigError
@@ -171,6 +172,8 @@ def _verdict(measured: dict[str, Any]) -> int:
     # fla's kernels round in their own way, and promise no bits.
     ours = [s for s in measured["scores"] if s["method"] != NAME]
     changed = [s for s in ours if s["same"] < s["prompts"] - s["failed"]]
+    for name in measured["unanswered"]:
+        note(f"failed: {name}: {measured['missing'][name]}")
     for one in failed:
         note(f"failed: {one['method']} on {one['suite']}: {one['failed']} of {one['prompts']}")
     for one in changed:
@@ -178,4 +181,4 @@ def _verdict(measured: dict[str, Any]) -> int:
     batches = [b for b in measured["batches"] if b["same"] < b["size"]]
     for one in batches:
         note(f"not identical: {one['method']}, batch of {one['size']}: {one['same']}")
-    return INCORRECT if changed or batches else 1 if failed else 0
+    return INCORRECT if changed or batches else 1 if failed or measured["unanswered"] else 0

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three steps of `specla bench headline`, and the file that remembers which are done."""
+"""The three steps of `specla bench headline`."""
 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specla.cli.console import Tick, note
+from specla.cli.headline_progress import DRAFTERS, MEASURE, STEPS, TARGET, Plan, Progress
 from specla.cli.loading import checked, load, prompt_format, runner, user_turn
 from specla.cli.options import EngineOptions
 from specla.cli.records import dumps
-from specla.errors import ConfigError, SpeclaError
+from specla.errors import SpeclaError
 from specla.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -24,71 +24,17 @@ if TYPE_CHECKING:
     from specla.bench.measure import Method, Prompt, Sample
     from specla.llm import LLM
 
-TARGET, DRAFTERS, MEASURE = STEPS = ("target", "drafters", "measure")
 SIZES = ("gdn-1.3b", "toy")
 MAX_NODES, MAX_DEPTH = 16, 6
 NO_PRUNING = 1e9
 # Of the time for measuring, what may have passed when our own methods stop, and when fla's loop
 # stops, which needs seconds per prompt; the batch has the rest.
 SINGLE, FOREIGN = 0.7, 0.8
+NO_TIME = "no time was left; allow the step more minutes"
+Run = Callable[[Sequence[str]], Sequence[Completion]]
+"""Answers to prompts, all of them decoded together."""
 FOREIGN_MINUTES = 10.0
 """What fla's loop gets at most, with --full."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What was asked for. minutes: of each step. prompts: per suite; None: every one."""
-
-    data: Path
-    work: Path
-    size: str
-    minutes: Mapping[str, float]
-    prompts: int | None
-    batch: int
-    max_tokens: int
-    device: str
-
-    @property
-    def checkpoint(self) -> Path:
-        """The target."""
-        return self.work / "target"
-
-
-class Progress:
-    """headline.json: the size that a folder is for, and what each finished step came to."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._path = plan.work / "headline.json"
-        plan.work.mkdir(parents=True, exist_ok=True)
-        self.steps: dict[str, dict[str, Any]] = {}
-        if self._path.exists():
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            if found["size"] != plan.size:
-                raise ConfigError(
-                    f"--work must be a folder of one size, but {plan.work} is for "
-                    f"{found['size']}, now {plan.size}; use another folder"
-                )
-            self.steps = found["steps"]
-        self._size = plan.size
-
-    def finish(self, step: str, result: dict[str, Any]) -> None:
-        """Remember it; steps after it are no longer done."""
-        kept = STEPS[: STEPS.index(step)]
-        self.steps = {name: self.steps[name] for name in kept if name in self.steps}
-        self.steps[step] = result
-        part = self._path.with_suffix(".tmp")
-        part.write_text(dumps({"size": self._size, "steps": self.steps}), encoding="utf-8")
-        part.rename(self._path)
-
-    def need(self, step: str) -> dict[str, Any]:
-        """What an earlier step came to.
-
-        Raises:
-            ConfigError: it is not done.
-        """
-        if step not in self.steps:
-            raise ConfigError(f"--steps must begin with {step}, which is not done yet")
-        return self.steps[step]
 
 
 def run_steps(plan: Plan, wanted: Sequence[str], tick: Tick | None) -> Progress:
@@ -215,10 +161,12 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
     del methods, run
     _free()
     batches, more = _batches(plan, entries, params, deadline, missing, tick)
-    scores = bench.scores(samples)
+    scores, unanswered = bench.scores(samples), bench.unanswered(samples)
+    missing |= unanswered
     _keep_texts(plan.work / "texts.jsonl", [*samples, *more])
     figures = page.metrics(scores, batches, samples, missing)
     return {
+        "unanswered": sorted(unanswered),
         "scores": [asdict(one) for one in scores],
         "batches": [asdict(one) for one in batches],
         "metrics": [asdict(one) for one in figures],
@@ -263,9 +211,11 @@ def _foreign(
 
         method = Method(name=fla_sd.NAME, run=run)
         until = min(until, time.monotonic() + 60 * FOREIGN_MINUTES)
-        return take_turns([method], order, params, until)
-    # Another package's model may fail in any of its own ways: that is a finding, not our end.
-    except (SpeclaError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        samples = take_turns([method], order, params, until)
+        if not any(one.completion for one in samples):
+            raise SpeclaError(samples[0].error)
+        return samples
+    except (SpeclaError, RuntimeError) as error:
         missing[fla_sd.NAME] = str(error).split("\n")[0]
         note(f"{fla_sd.NAME} is missing: {missing[fla_sd.NAME]}")
         return []
@@ -321,35 +271,55 @@ def _batches(
     missing: dict[str, str],
     tick: Tick | None,
 ) -> tuple[list[Batch], list[Sample]]:
-    """GSM8K in one batch, AR against the tree with its budget; and the latter's answers."""
+    """Suites in batches, AR against the tree with its budget; and the latter's answers."""
     from specla.bench import headline as bench
-    from specla.cli.headline_suites import suites
 
     name = f"{bench.BUDGET}, batch"
     if time.monotonic() > deadline:
-        missing[name] = "no time was left; allow the step more minutes"
+        missing[name] = NO_TIME
         return [], []
     if bench.BUDGET in missing:
         missing[name] = missing[bench.BUDGET]
         return [], []
-    prompts = [p.text for p in suites(plan.data, plan.batch)[bench.GSM8K]]
     by_name = {one.name: one for one in contenders()}
     try:
         engines = [
             _load(plan, by_name[which], entries, plan.batch, tick)
             for which in (bench.AR, bench.BUDGET)
         ]
-        runs = [_all_at_once(llm, params) for llm in engines]
-        batch, samples = bench.in_batch(bench.GSM8K, bench.BUDGET, prompts, *runs)
     except (SpeclaError, RuntimeError) as error:
         missing[name] = str(error).split("\n")[0]
         return [], []
-    return [batch], samples
+    runs = [_all_at_once(llm, params) for llm in engines]
+    return _each_batch(plan, runs, deadline, missing)
 
 
-def _all_at_once(
-    llm: LLM, params: SamplingParams
-) -> Callable[[Sequence[str]], Sequence[Completion]]:
+def _each_batch(
+    plan: Plan, runs: Sequence[Run], deadline: float, missing: dict[str, str]
+) -> tuple[list[Batch], list[Sample]]:
+    """As many as there is time for; the others into `missing`. runs: AR's and the tree's."""
+    from specla.bench import headline as bench
+    from specla.cli.headline_suites import suites
+
+    batches: list[Batch] = []
+    samples: list[Sample] = []
+    for suite, size in bench.batch_cases(plan.batch):
+        which = f"{bench.BUDGET}, {suite}, batch of {size}"
+        if time.monotonic() > deadline:
+            missing[which] = NO_TIME
+            continue
+        prompts = [p.text for p in suites(plan.data, size)[suite]]
+        try:
+            one, more = bench.in_batch(suite, bench.BUDGET, prompts, *runs)
+        except (SpeclaError, RuntimeError) as error:
+            missing[which] = str(error).split("\n")[0]
+            continue
+        batches.append(one)
+        samples += more
+    return batches, samples
+
+
+def _all_at_once(llm: LLM, params: SamplingParams) -> Run:
     form = prompt_format(llm, None)
 
     def run(prompts: Sequence[str]) -> list[Completion]:
