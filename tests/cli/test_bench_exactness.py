@@ -15,8 +15,10 @@ import pytest
 from specla.bench import exactness
 from specla.bench.report import COLUMNS
 from specla.cli import main
+from specla.request import Completion
 
 CAPTURE = pytest.CaptureFixture[str]
+MonkeyPatch = pytest.MonkeyPatch
 FEW = ["--per-kind", "1", "--kind", "python", "--kind", "copy", "--max-tokens", "6"]
 
 
@@ -49,6 +51,21 @@ def test_identical(toy: str, capsys: CAPTURE, tmp_path: Path) -> None:
         (recorded,) = csv.DictReader(file)
     assert tuple(recorded) == COLUMNS
     assert (recorded["commit"], recorded["device"]) == ("abc", "cpu")
+
+
+def test_every_draft_is_verified(toy: str, capsys: CAPTURE, monkeypatch: MonkeyPatch) -> None:
+    """A budget would leave trees out, and the comparison would be about other ones."""
+    seen: list[Completion] = []
+
+    def watched(*args: Any) -> Any:
+        seen.extend(args[3])
+        return compare(*args)
+
+    compare = exactness.compare
+    monkeypatch.setattr(exactness, "compare", watched)
+    assert main(["bench", "exactness", toy, *FEW, "--device", "cpu"]) == 0
+    assert len(seen) == 2
+    assert all(one.speculation.budget is None for one in seen)
 
 
 def test_a_difference_is_exit_code_5_in_exact_mode_only(

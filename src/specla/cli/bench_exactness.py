@@ -98,11 +98,14 @@ def exactness(
     """Decode the same prompts greedily in exact AR and otherwise; report where they first differ.
 
     Per prompt: identical, or the first output token that differs, both tokens, and the margin by
-    which exact AR's logits preferred its own. Exit code 5 if --mode exact is not identical.
+    which exact AR's logits preferred its own. Everything drafted is verified (no budget). Exit
+    code 5 if --mode exact is not identical.
     """
     engine = EngineOptions(
         model=model, drafter=drafter, device=device, dtype=dtype, mode=mode, kernel=kernel,
         max_nodes=max_nodes, max_slots=batch, revision=revision, threads=threads,
+        # All that is drafted is verified: these trees are what the comparison is about.
+        budget="off",
     )  # fmt: skip
     with progress_bars(wanted=not no_progress) as tick:
         if shape is not None:
