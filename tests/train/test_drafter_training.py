@@ -8,11 +8,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from eagle_toy import toy_config
 from engine_harness import drive, load_target, make_engine, one_thread, request
+from safetensors.torch import load_file
 
 from specla.drafters.eagle import EagleDrafter
 from specla.engine.engine import Engine
@@ -21,6 +23,7 @@ from specla.models.base import TargetModel
 from specla.request import SamplingParams
 from specla.state import State
 from specla.topology.tree import DraftTree
+from specla.train import session
 from specla.train.batches import Batch, Packer, draft_vocabulary, fill, order
 from specla.train.capture import Answers, Capture, Text, agreed, answer
 from specla.train.eagle import EagleNet
@@ -257,6 +260,48 @@ def test_training_makes_a_drafter_that_is_accepted(
     accepted = [c.speculation for c in done.values()]
     tau = sum(s.rounds + s.accepted for s in accepted) / sum(s.rounds for s in accepted)
     assert tau > before + 0.5
+
+
+def test_a_run_that_is_stopped_ends_with_figures_of_its_last_step(
+    target: TargetModel, texts: list[Text], tmp_path: Path
+) -> None:
+    """By the clock: the log, the figures and the checkpoint are of the last step. Going on, every
+    step has one row."""
+    recipe = Recipe(rows=2, length=64, unroll=4, steps=40, lr=6e-3, warmup=3)
+    config = config_for(target, Sizes(hidden_size=24, target_layer_ids=(0, 1)), None)
+    capture = Capture(target, (0, 1), keep_bytes=1 << 24)
+
+    def run(steps: int) -> Run:
+        return Run(
+            tmp_path, target, capture, config, texts[:20], texts[20:],
+            replace(recipe, steps=steps), compute=torch.float32,
+        )  # fmt: skip
+
+    def logged() -> list[list[str]]:
+        return [row.split(",") for row in (tmp_path / "log.csv").read_text().splitlines()[1:]]
+
+    clock = iter([0.0, *[1.0] * 10, 99.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        stopped = run(40)
+        found = stopped(every=50, minutes=1, note=lambda _: None)
+    assert stopped.step == 10
+    assert [row[0] for row in logged()] == ["0", "10"]
+    assert found.tau == pytest.approx(float(logged()[1][4]), abs=1e-4)
+    assert found.tau > float(logged()[0][4])
+    kept = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    stopped.trainer.keep(tmp_path / "again")
+    for name, tensor in load_file(tmp_path / "again" / "model.safetensors").items():
+        assert torch.equal(tensor, kept[name]), name
+
+    last = logged()[1]
+    again = run(11)
+    assert again.resumed
+    again(every=50, minutes=9, note=lambda _: None)
+    assert [row[0] for row in logged()] == ["0", "10", "11"]
+    assert logged()[1] == last
+    run(11)(every=50, minutes=9, note=lambda _: None)  # nothing is left to do
+    assert [row[0] for row in logged()] == ["0", "10", "11"]
 
 
 def test_figures_of_a_drafter_that_knows_nothing(target: TargetModel, texts: list[Text]) -> None:

@@ -50,7 +50,7 @@ class Session(Generic[B]):
         self, *, every: int, minutes: float, tick: Tick | None = None, note: Callable[[str], None]
     ) -> Figures:
         """Train to the end of the schedule, or for `minutes`; held-out figures and a checkpoint
-        every so many steps.
+        every so many steps and at the end, so that both are of the last step.
 
         Raises:
             ConfigError: `every` is not above 0.
@@ -68,9 +68,10 @@ class Session(Generic[B]):
             losses.append(trainer.train_step())
             if tick is not None:
                 tick(f"training (tau {found.tau:.2f})", trainer.step, last)
-            if trainer.step % every == 0 or trainer.step == last:
+            if trainer.step % every == 0:
                 found, losses = self.look(sum(losses) / len(losses), note), []
-        trainer.team.of_main(lambda: trainer.save(self.folder))
+        if losses:
+            found = self.look(sum(losses) / len(losses), note)
         return found
 
     @property
@@ -146,6 +147,10 @@ def all_batches(pack: Pack[B], texts: Sequence[Text], schedule: Schedule) -> lis
 
 
 def _append(path: Path, row: dict[str, float]) -> None:
+    """A row, unless the last one is of that step: a run that goes on looks again where the one
+    before it has ended."""
     fresh = not path.exists()
+    if not fresh and path.read_text().splitlines()[-1].split(",")[0] == str(row["step"]):
+        return
     with path.open("a", newline="") as file:
         csv.writer(file).writerows([list(row)] * fresh + [list(row.values())])
