@@ -43,7 +43,7 @@ def train(
     minutes: Annotated[
         float, typer.Option(rich_help_panel=TRAINING, help="Most of this run's training time.")
     ] = 1e9,
-    rows: Annotated[int, typer.Option(rich_help_panel=TRAINING, help="Per step.")] = 4,
+    rows: Annotated[int, typer.Option(rich_help_panel=TRAINING, help="Per step and process.")] = 4,
     length: Annotated[int, typer.Option(rich_help_panel=TRAINING, help="Tokens a row.")] = 512,
     lr: Annotated[
         float | None,
@@ -91,7 +91,7 @@ def train(
         int | None, typer.Option(rich_help_panel=BLOCK, help="Tokens seen; default: all.")
     ] = None,
     anchors: Annotated[
-        int | None, typer.Option(rich_help_panel=BLOCK, help="Blocks per step; default: 128.")
+        int | None, typer.Option(rich_help_panel=BLOCK, help="Per step and process; default: 128.")
     ] = None,
     start: Annotated[
         Path | None,
@@ -116,7 +116,8 @@ def train(
 
     The target answers the prompts first. A conversation that ends with an assistant's turn brings
     its answer, which is used as far as the target agrees with it. A reader is one of a block
-    drafter: first alone, then again with --joint.
+    drafter: first alone, then again with --joint. Several processes, started by accelerate
+    launch, share the work.
     """
     if kind not in KINDS:
         raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -154,7 +155,9 @@ def train(
         threads=threads,
     )
     out.mkdir(parents=True, exist_ok=True)
-    with progress_bars(wanted=not no_progress) as tick:
+    from specla.train.team import joined
+
+    with joined(device) as team, progress_bars(wanted=not no_progress and team.main) as tick:
         llm = load(engine, tick)
         from specla.train.capture import Capture
         from specla.train.kinds import kind_of
@@ -164,16 +167,19 @@ def train(
         chosen = kind_of(kind, llm.model, llm.tokenizer.digest, _given(schedule), _given(own))
         capture = Capture(llm.model, chosen.feature_layers, keep_bytes=KEEP_BYTES)
         asked = _prompts(llm, prompts, params)
-        texts = texts_of(llm.engine, capture, asked, params, out / "answers.jsonl", tick)
+        texts = texts_of(llm.engine, capture, asked, params, out / "answers.jsonl", tick, team)
         if held_out is None:
             texts, held = held_apart(texts)
         else:
             again = _prompts(llm, held_out, params)
-            held = texts_of(llm.engine, capture, again, params, out / "held-out.jsonl", tick)
-        run = chosen.run(out, capture, texts, held, compute_for(llm.model))
-        note(f"{'going on at' if run.resumed else 'starting at'} step {run.step}")
+            held = texts_of(llm.engine, capture, again, params, out / "held-out.jsonl", tick, team)
+        run = chosen.run(out, capture, texts, held, compute_for(llm.model), team)
+        if team.main:
+            several = f" in {team.count} processes" if team.count > 1 else ""
+            note(f"{'going on at' if run.resumed else 'starting at'} step {run.step}{several}")
         found = run(every=every, minutes=minutes, tick=tick, note=note)
-    note(f"tau {found.tau:.3f} on held-out texts; {out / 'checkpoint'}")
+    if team.main:
+        note(f"tau {found.tau:.3f} on held-out texts; {out / 'checkpoint'}")
     return 0
 
 
