@@ -61,9 +61,11 @@ def step_by_step(S: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """(o, u, S after) of a run, token by token."""
     outputs, us = [], []
     for i in range(len(x.v)):
-        S, u = reference.step(S, *token(x, i, len(S)))
+        k, v, g, beta = token(x, i, len(S))
+        o, u = reference.token(S, per_value_head(x.q[i], len(S)), k, v, g, beta)
+        S = reference.replay(S, k, u, g)
         us.append(u)
-        outputs.append(reference.read(S, per_value_head(x.q[i], len(S))))
+        outputs.append(o)
     return torch.stack(outputs), torch.stack(us), S
 
 

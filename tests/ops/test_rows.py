@@ -114,6 +114,7 @@ def test_gdn_recurrence(key_dim: int, dtype: torch.dtype) -> None:
     g, beta = -normal(14, ROWS, 2, dtype=dtype).abs(), normal(15, ROWS, 2, dtype=dtype).abs()
     assert row_dependence(reference.step, S, k, v, g, beta) is None
     assert row_dependence(reference.read, S, q) is None
+    assert row_dependence(reference.token, S, q, k, v, g, beta) is None
     assert row_dependence(reference.replay, S, k, u, g) is None
 
 

@@ -137,14 +137,18 @@ def test_levels_carry_each_node_its_parents_state(case: Case) -> None:
     """Walk the levels with paths instead of states."""
     tree, nodes = case[2], flat(case)
     states: list[tuple[int, ...]] = [()] * len(tree)
-    rows = list(range(len(tree)))
     seen: list[int] = []
     for depth, level in enumerate(compiled(case).levels):
         at = places(level.nodes)
-        source = list(range(len(states))) if level.source is None else ints(level.source)
-        assert (level.source is None) == (source == list(range(len(states))))
-        if depth == 0:
-            assert source == rows
+        if depth:
+            assert level.above is not None
+            carried = range(len(states)) if level.carried is None else ints(level.carried)
+            assert (level.carried is None) == (list(carried) == list(range(len(states))))
+            states = [states[i] for i in carried]
+            assert states == [tree[nodes[n][0]].path_to(nodes[n][1]) for n in places(level.above)]
+        source = range(len(states)) if level.source is None else ints(level.source)
+        assert (level.source is None) == (list(source) == list(range(len(states))))
+        assert set(source) == set(range(len(states)))
         states = [(*states[s], nodes[n][1]) for n, s in zip(at, source, strict=True)]
         for n, path in zip(at, states, strict=True):
             row, node = nodes[n]

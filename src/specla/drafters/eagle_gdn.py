@@ -82,6 +82,10 @@ class GdnMixer:
 
     def roots(self, slots: Sequence[int]) -> Memory:
         """What is committed."""
+        if any(self.state.logs[slot].log_len for slot in slots):
+            # Encoded by the kernels of `eagle_device`, which fold one run later.
+            found = [self.state.committed_state(slot)[0] for slot in slots]
+            return torch.stack([S for S, _ in found]), torch.stack([tail for _, tail in found])
         layer, at = self.state.layers[0], self._ints(slots)
         return layer.S.index_select(0, at), layer.tail[at, self._banks(slots)]
 
@@ -98,8 +102,10 @@ class GdnMixer:
 
         def recur(given: gdn.Inputs) -> Tensor:
             k = reference.per_value_head(given.k, S.shape[1])
-            reference.step_(S, k, given.v, given.g, given.beta)
-            return reference.read(S, reference.per_value_head(given.q, S.shape[1]))
+            q = reference.per_value_head(given.q, S.shape[1])
+            o, u = reference.token(S, q, k, given.v, given.g, given.beta)
+            reference.replay_(S, k, u, given.g)
+            return o
 
         y = self._block.mix(x, convolve, recur)
         return y, (S, below[0])

@@ -26,7 +26,7 @@ from specla.ops import conv, gdn
 from specla.ops.contract import DevicePlan, LayerState, RecurrentShape, RoundPlan
 from specla.ops.gdn import reference
 from specla.ops.linear import Linear
-from specla.ops.norm import gated_rms_norm, rms_norm, swiglu
+from specla.ops.norm import cast, gated_rms_norm, rms_norm, swiglu
 from specla.state import State
 from specla.topology.tree import DraftTree
 
@@ -69,7 +69,7 @@ class Block:
         w, s = self._w, self._shape
         heads, values = s.num_value_heads, s.num_value_heads * s.value_dim
         sizes = [s.conv_channels, values if self._gated else 0, heads, heads]
-        qkv, gate, a, b = self.linears["in_proj"](x).split(sizes, dim=-1)
+        qkv, gate, a, b = self.linears["in_proj"](x).split_with_sizes(sizes, -1)
         x_in = gdn.inputs(
             convolve(qkv, w.conv),
             a,
@@ -81,7 +81,7 @@ class Block:
         )
         z = gate.unflatten(-1, (heads, s.value_dim)) if self._gated else None
         o = gated_rms_norm(recur(x_in), z, w.o_norm, self._eps)
-        return self.linears["o_proj"](o.to(x.dtype).flatten(1))
+        return self.linears["o_proj"](cast(o, x.dtype).flatten(1))
 
 
 class Decoder:

@@ -69,11 +69,16 @@ Places = Tensor | slice
 
 
 class Level(NamedTuple):
-    """All nodes of one depth, over all rows. nodes [n] are places on the flat node axis M;
-    source [n] index the previous level's states. None: every one of those (at depth 0: every
-    row's) goes on in just one node, in order, so the states can be advanced where they are."""
+    """All nodes of one depth, over all rows: nodes [n], places on the flat node axis M.
+
+    above [p]: the places of the nodes that they stand below; None at depth 0, where every row's
+    state goes on in one node. carried [p]: where these stand in the previous level; None: they
+    are all of it. source [n]: which of `above` each node stands below; None: each one a node.
+    """
 
     nodes: Places
+    above: Places | None
+    carried: Tensor | None
     source: Tensor | None
 
 

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from specla.ops.contract import LayerState, Places, RoundPlan
-from specla.ops.norm import compute_dtype
+from specla.ops.norm import cast, compute_dtype
 from specla.ops.pointwise import silu
 
 
 def _weighted(taps: list[Tensor], weight: Tensor, dtype: torch.dtype) -> Tensor:
     """silu(sum_j w[:, j] * taps[j]), accumulated in compute dtype, oldest tap first."""
-    acc_dtype = compute_dtype(dtype)
-    columns = weight.to(acc_dtype).unbind(1)
-    y = taps[0].to(acc_dtype) * columns[0]
+    wide = compute_dtype(dtype)
+    columns = cast(weight, wide).unbind(1)
+    y = cast(taps[0], wide) * columns[0]
     for tap, column in zip(taps[1:], columns[1:], strict=True):
-        y = y + tap.to(acc_dtype) * column
-    return silu(y).to(dtype)
+        y.addcmul_(cast(tap, wide), column)
+    return cast(silu(y), dtype)
 
 
 def prefill(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -49,10 +49,7 @@ def compile_round(
         node_index=ints([i for _, i in flat]),
         write_bank=ints([1 - logs[b].bank for b, _ in flat]),
         write_entry=ints([logs[b].bank_entry(1 - logs[b].bank, i) for b, i in flat]),
-        levels=tuple(
-            Level(_places(nodes, ints), None if _goes_on(source, above) else ints(source))
-            for nodes, source, above in _levels(trees, offsets)
-        ),
+        levels=tuple(_levels(trees, offsets, ints)),
         tail_source=ints([_tail(log, conv_width - 1) for log in logs]).reshape(len(logs), -1),
         rows=ints(range(len(logs))).unsqueeze(1),
         taps=tuple(
@@ -90,28 +87,37 @@ def _moves(slots: Sequence[int], logs: Sequence[Log], ints: Ints) -> Moves | Non
     return Moves(*map(ints, zip(*moves, strict=True))) if moves else None
 
 
-def _levels(
+def _levels(trees: Sequence[DraftTree], offsets: Sequence[int], ints: Ints) -> Iterator[Level]:
+    """Nodes by depth; only states that something stands below are carried down."""
+    by_depth, parent = _by_depth(trees, offsets)
+    yield Level(_places(by_depth[0], ints), None, None, None)
+    for upper, nodes in pairwise(by_depth):
+        inner = {parent[node] for node in nodes}
+        carried = [i for i, node in enumerate(upper) if node in inner]
+        above = [upper[i] for i in carried]
+        place = {node: i for i, node in enumerate(above)}
+        source = [place[parent[node]] for node in nodes]
+        yield Level(
+            _places(nodes, ints),
+            _places(above, ints),
+            None if len(carried) == len(upper) else ints(carried),
+            None if source == list(range(len(above))) else ints(source),
+        )
+
+
+def _by_depth(
     trees: Sequence[DraftTree], offsets: Sequence[int]
-) -> list[tuple[list[int], list[int], int]]:
-    """Nodes by depth: (flat nodes, where each one's parent stands in the level above, how many
-    stand there)."""
-    levels: list[tuple[list[int], list[int]]] = []
-    for b, tree in enumerate(trees):
-        place: list[int] = []
+) -> tuple[list[list[int]], list[int]]:
+    """(flat nodes of each depth, each flat node's parent)."""
+    levels: list[list[int]] = []
+    parent: list[int] = []
+    for tree, start in zip(trees, offsets, strict=False):
+        parent += [start + above for above in tree.parents]
         for i, depth in enumerate(tree.depths()):
             if depth == len(levels):
-                levels.append(([], []))
-            nodes, source = levels[depth]
-            place.append(len(nodes))
-            nodes.append(offsets[b] + i)
-            source.append(b if depth == 0 else place[tree.parents[i]])
-    above = [len(trees), *(len(nodes) for nodes, _ in levels)]
-    return [(nodes, source, n) for (nodes, source), n in zip(levels, above, strict=False)]
-
-
-def _goes_on(source: Sequence[int], above: int) -> bool:
-    """Whether every state of the level above has exactly one child, in order."""
-    return list(source) == list(range(above))
+                levels.append([])
+            levels[depth].append(start + i)
+    return levels, parent
 
 
 def _places(values: Sequence[int], ints: Ints) -> Places:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specla.ops.contract import RecurrentShape
 from specla.ops.gdn.reference import Inputs
-from specla.ops.norm import compute_dtype, l2_norm
+from specla.ops.norm import cast, compute_dtype, l2_norm
 from specla.ops.pointwise import sigmoid, softplus
 
 
@@ -37,13 +37,15 @@ def inputs(
     dtype = compute_dtype(qkv.dtype)
     keys, values = shape.num_key_heads, shape.num_value_heads
     width = keys * shape.key_dim
-    q, k, v = qkv.split([width, width, values * shape.value_dim], dim=-1)
-    q = l2_norm(q.unflatten(-1, (keys, shape.key_dim))) * shape.key_dim**-0.5
-    k = l2_norm(k.unflatten(-1, (keys, shape.key_dim)))
-    v = v.unflatten(-1, (values, shape.value_dim)).to(dtype)
-    g = A * softplus(a.to(dtype) + dt_bias)
-    beta = sigmoid(b.to(dtype))
-    return Inputs(q, k, v.contiguous(), g, beta if beta_scale == 1.0 else beta * beta_scale)
+    qk, v = qkv.split_with_sizes([2 * width, values * shape.value_dim], -1)
+    q, k = l2_norm(qk.unflatten(-1, (2, keys, shape.key_dim))).unbind(-3)
+    v = cast(v.unflatten(-1, (values, shape.value_dim)), dtype)
+    g = A * softplus(cast(a, dtype) + dt_bias)
+    beta = sigmoid(cast(b, dtype))
+    q = q * shape.key_dim**-0.5
+    return Inputs(
+        q, k.contiguous(), v.contiguous(), g, beta if beta_scale == 1.0 else beta * beta_scale
+    )
 
 
 __all__ = ["Inputs", "inputs"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule in torch: the definition, and what runs on a CPU.
 
-`step` and `replay` are the only two places that touch a state token by token. Both are built
+`read` and `replay_` are the only two places that touch a state token by token. Both are built
 from elementwise products and a sum over the contiguous key axis: none of these change their
 bits with the number of states they run on, where einsum does (rule I4). `prefill` uses the
 chunked form and is exact only in the sense that its bits depend on the prompt alone.
@@ -44,15 +44,31 @@ def per_value_head(x: Tensor, num_value_heads: int) -> Tensor:
     return x if repeats == 1 else x.repeat_interleave(repeats, dim=-2)
 
 
+def token(
+    S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A token's output and factor below S, which stays as it is: (o, u), both [..., G, V].
+
+        u = beta (v - e^g S k),    o = e^g S q + (k . q) u    which is (e^g S + u k^T) q
+
+    S [..., G, V, K]; q, k [..., G, K]; v [..., G, V]; g, beta [..., G]. Nobody needs the state
+    below a leaf, and forming it is most of what a token costs.
+    """
+    u = _correction(S, k, v, g, beta)
+    return torch.exp(g).unsqueeze(-1) * read(S, q) + (k * q).sum(-1, keepdim=True) * u, u
+
+
+def _correction(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return beta.unsqueeze(-1) * (v - torch.exp(g).unsqueeze(-1) * read(S, k))
+
+
 def step_(S: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """One token, in place. S [..., G, V, K], k [..., G, K], v [..., G, V], g, beta [..., G].
 
-    Decay first, then the delta against the decayed state. Returns u [..., G, V].
+    The delta is against the decayed state. Returns u [..., G, V].
     """
-    k = k.unsqueeze(-2)
-    S.mul_(torch.exp(g)[..., None, None])
-    u = beta.unsqueeze(-1) * (v - (S * k).sum(-1))
-    S.add_(u.unsqueeze(-1) * k)
+    u = _correction(S, k, v, g, beta)
+    replay_(S, k, u, g)
     return u
 
 
@@ -69,12 +85,12 @@ def read(S: Tensor, q: Tensor) -> Tensor:
 
 
 def replay_(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
-    """Redo one recorded update in place: e^g S + u k^T, with `step_`'s own roundings.
+    """One recorded update in place: e^g S + u k^T.
 
     S [..., G, V, K], k [..., G, K], u [..., G, V], g [..., G]. Returns S.
     """
     S.mul_(torch.exp(g)[..., None, None])
-    return S.add_(u.unsqueeze(-1) * k.unsqueeze(-2))
+    return S.addcmul_(u.unsqueeze(-1), k.unsqueeze(-2))
 
 
 def replay(S: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
@@ -128,10 +144,12 @@ def verify(layer: LayerState, plan: RoundPlan, x: Inputs) -> Tensor:
     heads = S.shape[1]
     q, k = per_value_head(x.q, heads), per_value_head(x.k, heads)
     o, u = torch.empty_like(x.v), torch.empty_like(x.v)
-    for nodes, source in plan.levels:
+    for nodes, above, carried, source in plan.levels:
+        if above is not None:
+            S = S if carried is None else S.index_select(0, carried)
+            replay_(S, k[above], u[above], x.g[above])
         S = S if source is None else S.index_select(0, source)
-        u[nodes] = step_(S, k[nodes], x.v[nodes], x.g[nodes], x.beta[nodes])
-        o[nodes] = read(S, q[nodes])
+        o[nodes], u[nodes] = token(S, q[nodes], k[nodes], x.v[nodes], x.g[nodes], x.beta[nodes])
     at = (plan.node_slot, plan.write_entry)
     layer.factors.k[at], layer.factors.u[at], layer.factors.g[at] = x.k, u, x.g
     return o
@@ -149,8 +167,10 @@ def runs(S: Tensor, lengths: Sequence[int], x: Inputs) -> tuple[Tensor, Tensor]:
         at = torch.tensor([starts[b] + i for b in rows], device=S.device)
         going = torch.tensor(rows, device=S.device)
         here = S if len(rows) == len(S) else S.index_select(0, going)
-        step_(here, *(part.index_select(0, at) for part in (k, x.v, x.g, x.beta)))
-        o.index_copy_(0, at, read(here, q.index_select(0, at)))
+        given = [part.index_select(0, at) for part in (q, k, x.v, x.g, x.beta)]
+        y, u = token(here, *given)
+        o.index_copy_(0, at, y)
+        replay_(here, given[1], u, given[3])
         if here is not S:
             S.index_copy_(0, going, here)
     return o, S
