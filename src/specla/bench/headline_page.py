@@ -225,17 +225,18 @@ def page(
     named = [one for one in found if not one.name.startswith("headline/")]
     parts = ["# The headline", "Written by `specla bench headline --record`.", "## Figures"]
     parts.append(
-        _table(("metric", "value", "95 % and counts, or why it is missing"),
+        markdown(("metric", "value", "95 % and counts, or why it is missing"),
                [(f"`{m.name}`", written(m), m.notes) for m in named])
     )  # fmt: skip
-    parts += ["## All methods", _table(HEADERS, [cells(score) for score in scores]), NOTE]
+    parts += ["## All methods", markdown(HEADERS, [cells(score) for score in scores]), NOTE]
     if missing:
-        parts += ["## Missing", _table(("what", "why"), sorted(missing.items()))]
-    parts += ["## What ran", _table(("what", "value"), [(k, str(v)) for k, v in run.items()])]
+        parts += ["## Missing", markdown(("what", "why"), sorted(missing.items()))]
+    parts += ["## What ran", markdown(("what", "value"), [(k, str(v)) for k, v in run.items()])]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of a page."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(c.replace("|", "/") for c in line) + " |" for line in lines)
 

@@ -29,8 +29,7 @@ def draw(folder: Path, rows: Sequence[Row], found: Sequence[Metric]) -> list[Pat
     for name, figure in zip(("times", "log", "specla"), drawn, strict=True):
         if figure is not None:
             paths.append(folder / f"{name}.png")
-            figure.savefig(paths[-1], dpi=110, bbox_inches="tight")
-            _close(figure)
+            save(figure, paths[-1])
     return paths
 
 
@@ -40,7 +39,7 @@ def _times(rows: Sequence[Row]) -> Any:
     cases = list(dict.fromkeys(row.case for row in shown))
     if not cases:
         return None
-    figure, axes = _subplots(len(cases), width=11.0, height=2.8)
+    figure, axes = subplots(len(cases), width=11.0, height=2.8)
     for axis, case in zip(axes, cases, strict=True):
         bars = sorted((r for r in shown if r.case == case), key=lambda r: -(r.us or 0.0))
         colours = [OURS_COLOUR if r.kind == OURS else OTHERS_COLOUR for r in bars]
@@ -69,7 +68,7 @@ def _log(known: dict[str, float]) -> Any:
     }
     if not any(points for lines in series.values() for points in lines.values()):
         return None
-    figure, axes = _subplots(1, width=9.0, height=3.4, columns=2)
+    figure, axes = subplots(1, width=9.0, height=3.4, columns=2)
     claims = {"speedup": papers.DELTALOG_KERNEL, "write_cut": papers.DELTALOG_WRITE_CUT}
     for axis, (what, lines) in zip(axes, series.items(), strict=True):
         for b, points in lines.items():
@@ -97,7 +96,7 @@ def _specla(known: dict[str, float]) -> Any:
     }
     if not any(points.values()):
         return None
-    figure, axes = _subplots(1, width=9.0, height=3.4, columns=2)
+    figure, axes = subplots(1, width=9.0, height=3.4, columns=2)
     for title, line in points.items():
         if line:
             axes["fused" in title].plot(*zip(*line, strict=True), marker="o", label=title)
@@ -112,16 +111,17 @@ def _specla(known: dict[str, float]) -> Any:
     return figure
 
 
-def _subplots(
-    rows: int, *, width: float, height: float, columns: int = 1
-) -> tuple[Any, list[Any]]:
+def subplots(rows: int, *, width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
+    """A figure and its axes, row by row. height: of a row."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(rows, columns, figsize=(width, height * rows), squeeze=False)
     return figure, list(axes.flat)
 
 
-def _close(figure: Any) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure, and let it go."""
     import matplotlib.pyplot as plt
 
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)

@@ -14,6 +14,7 @@ from specla.cli.bench_exactness import exactness as bench_exactness
 from specla.cli.bench_headline import headline as bench_headline
 from specla.cli.bench_kernels import kernels as bench_kernels
 from specla.cli.bench_round import rounds as bench_round
+from specla.cli.bench_study import study as bench_study
 from specla.cli.chat import chat
 from specla.cli.doctor import doctor
 from specla.cli.generate import generate
@@ -59,6 +60,7 @@ bench.command("accept", epilog=EXIT_CODES)(bench_accept)
 bench.command("kernels", epilog=EXIT_CODES)(bench_kernels)
 bench.command("round", epilog=EXIT_CODES)(bench_round)
 bench.command("headline", epilog=EXIT_CODES)(bench_headline)
+bench.command("study", epilog=EXIT_CODES)(bench_study)
 app.add_typer(bench, name="bench")
 
 

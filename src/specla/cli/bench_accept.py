@@ -92,7 +92,7 @@ def accept(
         raise ConfigError(
             "--record must come with --texts FILE: a figure counts with the answers behind it"
         )
-    suites = _suites(suite, prompts, sample_seed)
+    suites = chosen_suites(suite, prompts, sample_seed)
     laws = [
         SamplingParams(temperature=t, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
         for t in dict.fromkeys(temperature or (0.0, 1.0))
@@ -119,10 +119,10 @@ def accept(
     return 1 if any(one.failed for one in found) else 0
 
 
-def _suites(
+def chosen_suites(
     paths: Sequence[Path] | None, most: int | None, seed: int
 ) -> dict[str, Sequence[Prompt]]:
-    """Those of the paths, or the built-in ones."""
+    """Those of the paths, or the built-in ones; so many prompts of each, drawn with a seed."""
     from specla.bench.suites import read_suites, sample
     from specla.bench.workloads import WORKLOADS
     from specla.bench.workloads import prompts as built_in

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch: throughput by the sequences decoded together, with the budget on and off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from specla.bench.headline import AR, Ratio
+from specla.bench.loops import has_loop
+from specla.bench.measure import Prompt, Sample
+from specla.bench.studies import plots
+from specla.bench.studies.study import (
+    ALL,
+    Figure,
+    Lab,
+    Measurement,
+    Setting,
+    Subject,
+    Value,
+    require_whole,
+)
+from specla.request import Completion, SamplingParams
+
+AUTO, OFF = "auto", "off"
+LEAST_PROMPTS = 8
+"""Answered at every size, so many at a time."""
+REPEATS = 3
+WARM_UP = 16
+
+
+class Batch:
+    """See `study.Study`."""
+
+    name = "batch"
+    about = """\
+Throughput, prefill included, of so many prompts decoded together (of 8 prompts, one after another,
+where a batch is smaller): plain decoding, drafting with `--budget auto` and with `--budget off`,
+in turns, three times; the median counts, and intervals are the least and the largest of the
+repeats. over_off: the budget's speed over that of drafting always. drafting: rounds in which the
+budget let drafts through. Rows end at different times, so that a batch is smaller at its end, for
+all alike. Prices are `measured` only where `specla profile` has been run for this model here."""
+    factors: Mapping[str, tuple[Value, ...]] = {"batch": (1, 2, 4, 8, 16, 32, 64)}
+    centre: Mapping[str, Value] = {}
+    drafters = (1, 1)
+    prompts = None
+    recorded = ("ratio", "over_off")
+
+    def measure(self, lab: Lab) -> Iterator[Measurement]:
+        """Small batches first; the three ways take turns."""
+        sizes = require_whole("batch", lab.values["batch"], 1, 1024)
+        most = max(sizes)
+        subjects = {
+            AR: lab.load(Setting(max_slots=most)),
+            **{
+                budget: lab.load(
+                    Setting(
+                        drafter=lab.drafters[0],
+                        budget=budget,
+                        max_nodes=lab.max_nodes,
+                        max_slots=most,
+                    )
+                )
+                for budget in (AUTO, OFF)
+            },
+        }
+        for done, size in enumerate(sizes):
+            if size > len(lab.prompts):
+                why = f"a batch of {size} needs as many prompts, {len(lab.prompts)} were given"
+                yield Measurement(at={"batch": size}, figures={}, missing=why)
+                continue
+            yield from _measure(lab, subjects, size, lab.share(len(sizes) - done))
+
+    def draw(self, found: Sequence[Measurement]) -> Any:
+        """Tokens per second, and speeds over plain decoding."""
+        figure, (speed, ratio) = plots.axes(2)
+        for way in plots.values(found, "way"):
+            line = [m for m in found if m.at["way"] == way]
+            name = way if way == AR else f"budget {way}"
+            plots.line(speed, line, "batch", "speed", label=name)
+            if way != AR:
+                plots.line(ratio, line, "batch", "ratio", label=name, capsize=2)
+        plots.even(ratio)
+        for axis, title in ((speed, "tokens/s"), (ratio, "speed over plain decoding")):
+            plots.powers(axis, plots.values(found, "batch"))
+            plots.label(axis, "sequences decoded together", title)
+        speed.set_yscale("log", base=2)
+        return figure
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """All prompts answered once."""
+
+    answers: list[Completion]
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        return sum(len(one.token_ids) for one in self.answers) / self.seconds
+
+
+def _measure(
+    lab: Lab, subjects: Mapping[str, Subject], size: int, until: float
+) -> Iterator[Measurement]:
+    """One size. Repeats after the first one only as long as there is time."""
+    prompts = taken(lab.prompts, size)
+    for subject in subjects.values():
+        _pass(subject, prompts[:size], size, replace(lab.params, max_tokens=WARM_UP))
+    passes: list[dict[str, _Pass]] = []
+    while len(passes) < REPEATS and (not passes or time.monotonic() < until):
+        passes.append(
+            {way: _pass(one, prompts, size, lab.params) for way, one in subjects.items()}
+        )
+        if lab.tick is not None:
+            lab.tick(len(passes), REPEATS)
+    for way, subject in subjects.items():
+        lab.kept.extend(_samples(way, size, prompts, passes[0][way].answers))
+        at: dict[str, str | Value] = {
+            "batch": size,
+            "way": way,
+            "drafter": subject.engine.drafter.info.name,
+            "prices": passes[0][way].answers[0].speculation.costs,
+        }
+        yield Measurement(at=at, figures=_figures(way, passes))
+
+
+def taken(prompts: Sequence[Prompt], size: int) -> list[str]:
+    """Whole batches, LEAST_PROMPTS at least if there are as many."""
+    enough = -(-max(size, min(LEAST_PROMPTS, len(prompts))) // size) * size
+    count = enough if enough <= len(prompts) else enough - size
+    return [prompt.text for prompt in prompts[:count]]
+
+
+def _pass(subject: Subject, prompts: Sequence[str], size: int, params: SamplingParams) -> _Pass:
+    began = time.perf_counter()
+    answers: list[Completion] = []
+    for start in range(0, len(prompts), size):
+        answers += subject.answer(prompts[start : start + size], params)
+    return _Pass(answers, time.perf_counter() - began)
+
+
+def _figures(way: str, passes: Sequence[Mapping[str, _Pass]]) -> dict[str, Figure]:
+    mine = passes[0][way].answers
+    rounds = sum(one.speculation.rounds for one in mine)
+    tokens = sum(len(one.token_ids) for one in mine)
+    plain = passes[0][AR].answers
+    figures: dict[str, Figure] = {
+        "prompts": len(mine),
+        "tokens": tokens,
+        "speed": median(one[way].speed for one in passes),
+        "ratio": over([one[way].speed / one[AR].speed for one in passes]),
+        "over_off": over([one[way].speed / one[OFF].speed for one in passes]),
+        "tau": tokens / max(rounds, 1),
+        "drafting": _drafting(mine, rounds),
+        "same": sum(a.token_ids == b.token_ids for a, b in zip(mine, plain, strict=True)),
+        "loops": sum(has_loop(one.token_ids) for one in mine),
+        "cut": sum(one.finish_reason == "length" for one in mine),
+    }
+    left_out = {AR: ("ratio", "over_off", "drafting"), OFF: ("over_off",), AUTO: ()}[way]
+    return {name: value for name, value in figures.items() if name not in left_out}
+
+
+def over(ratios: Sequence[float]) -> Ratio:
+    """The median of repeats, the least and the largest."""
+    p10, p90 = np.percentile(ratios, [10, 90])
+    return Ratio(
+        value=median(ratios), low=min(ratios), high=max(ratios), p10=float(p10), p90=float(p90)
+    )
+
+
+def _drafting(answers: Sequence[Completion], rounds: int) -> float | None:
+    """Of all rounds, those with drafts; None where no budget has counted them."""
+    budgets = [one.speculation.budget for one in answers]
+    without = [one.shapes.get("none", 0) for one in budgets if one is not None]
+    return 1 - sum(without) / rounds if without and rounds else None
+
+
+def _samples(
+    way: str, size: int, prompts: Sequence[str], answers: Sequence[Completion]
+) -> list[Sample]:
+    """To keep."""
+    name = way if way == AR else f"budget {way}"
+    return [
+        Sample(
+            method=f"{name}, batch of {size}",
+            prompt=Prompt(kind=ALL, text=text),
+            completion=done,
+            decode_s=done.timing.decode_s,
+        )
+        for text, done in zip(prompts, answers, strict=True)
+    ]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What studies are made of: guesses that are right so often, settings, counts, batches."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specla.bench.accept import Tally
+from specla.bench.measure import Prompt
+from specla.bench.studies import REGISTRY, find
+from specla.bench.studies.batch import taken
+from specla.bench.studies.controlled import closed_form
+from specla.bench.studies.counts import over_rounds
+from specla.bench.studies.guesses import Guesses
+from specla.bench.studies.study import UNITS, named
+from specla.bench.studies.tree import around
+from specla.drafters.base import DeviceDrafter, DraftRow
+from specla.testing import OracleDrafter, replay
+
+VOCAB = 50
+PROMPT = [1, 2, 3]
+TEXT = [random.Random(7).randrange(VOCAB) for _ in range(3000)]
+
+
+def guesses(length: int, p: float, text: list[int] = TEXT) -> Guesses:
+    drafter = Guesses(length, vocab_size=VOCAB, device="cpu")
+    drafter.expect(PROMPT, text, p)
+    return drafter
+
+
+@pytest.mark.parametrize("length", [1, 4, 16])
+def test_with_p_1_it_is_the_oracle(length: int) -> None:
+    text = TEXT[:200]
+    oracle = OracleDrafter({tuple(PROMPT): text}, depth=length)
+    mine = replay(guesses(length, 1, text), PROMPT, text, max_drafts=length)
+    assert mine == replay(oracle, PROMPT, text, max_drafts=length)
+
+
+@pytest.mark.parametrize("p", [0, 0.5, 0.7, 0.8])
+@pytest.mark.parametrize("length", [1, 6])
+def test_tokens_per_round_follow_the_closed_form(p: float, length: int) -> None:
+    found = replay(guesses(length, p), PROMPT, TEXT, max_drafts=length)
+    assert closed_form(p, length) == pytest.approx((1 - p ** (length + 1)) / (1 - p))
+    # 800 rounds or more, whose tokens spread by 2 or less: four standard errors.
+    assert found.tokens_per_round == pytest.approx(closed_form(p, length), abs=0.28 if p else 0)
+
+
+def test_what_is_right_with_a_smaller_p_is_right_with_a_larger_one() -> None:
+    def right(p: float) -> set[int]:
+        row = DraftRow(slot=1, tokens=PROMPT, num_prompt_tokens=3, max_drafts=99, seed=0)
+        (tree,) = guesses(99, p).draft([row])
+        return {i for i, token in enumerate(tree.tokens[1:]) if token == TEXT[i]}
+
+    assert set() == right(0) < right(0.4) < right(0.6) < right(1) == set(range(99))
+
+
+@pytest.mark.parametrize(("nodes", "remaining"), [(8, 50), (4, 50), (8, 1)])
+def test_the_device_drafts_what_the_host_does(nodes: int, remaining: int) -> None:
+    drafter = guesses(5, 0.6)
+    assert isinstance(drafter, DeviceDrafter)
+    tokens = [*PROMPT, *TEXT[:20]]
+    state: dict[str, Any] = {
+        "tokens": torch.full((2, nodes), -7, dtype=torch.int32),
+        "parents": torch.full((2, nodes), -7, dtype=torch.int32),
+        "num_nodes": torch.tensor([1, 0], dtype=torch.int32),
+    }
+    rows: dict[str, Any] = {
+        "len_tokens": torch.tensor([len(tokens), 0], dtype=torch.int32),
+        "remaining": torch.tensor([remaining, 0], dtype=torch.int32),
+    }
+    (depth,) = drafter.depths(nodes)
+    drafter.launch(SimpleNamespace(**rows), SimpleNamespace(**state), depth=depth)  # type: ignore[arg-type]
+    most = 0 if remaining == 1 else nodes - 1
+    row = DraftRow(slot=1, tokens=tokens, num_prompt_tokens=3, max_drafts=most, seed=0)
+    (tree,) = drafter.draft([row])
+    count = tree.num_nodes
+    assert state["num_nodes"].tolist() == [count, 0]
+    assert state["tokens"][0, 1:count].tolist() == list(tree.tokens[1:])
+    assert state["parents"][0, :count].tolist() == list(tree.parents)
+
+
+def test_settings_around_a_centre_differ_from_it_in_one_factor() -> None:
+    found = around({"a": 1, "b": 2}, {"a": (1, 3), "b": (2, 4, 5)})
+    assert found == [{"a": 1, "b": 2}, {"a": 3, "b": 2}, {"a": 1, "b": 4}, {"a": 1, "b": 5}]
+
+
+def test_rounds_count_alike_whoever_s_they_are() -> None:
+    tallies = [Tally(rounds=2, tokens=8), Tally(rounds=6, tokens=8)]
+    found = over_rounds(tallies, lambda t: t.tokens)
+    assert found.value == 2
+    assert (found.low, found.high) == pytest.approx((8 / 6, 4))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "size", "count"), [(30, 1, 8), (30, 3, 9), (30, 16, 16), (4, 3, 3), (4, 1, 4)]
+)
+def test_whole_batches_of_eight_prompts_or_more(prompts: int, size: int, count: int) -> None:
+    given = [Prompt(kind="x", text=str(i)) for i in range(prompts)]
+    assert taken(given, size) == [str(i) for i in range(count)]
+
+
+def test_studies_say_what_they_are() -> None:
+    for name in REGISTRY:
+        study = find(name)
+        assert study.name == name
+        assert study.centre.keys() <= study.factors.keys()
+        assert {named(figure) for figure in study.recorded} <= UNITS.keys()
+        assert study.about.strip().endswith((".", ")."))
