@@ -7,7 +7,7 @@ keeps the original: a bug shared with the truth would be invisible.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -80,9 +80,11 @@ class _Chain:
 def tree_as_chain(original: Any) -> Any:
     """Every level continues from the first state of the level above."""
 
-    def levels(trees: Any, offsets: Any) -> list[tuple[list[int], list[int], int]]:
-        out = original(trees, offsets)
-        return [out[0], *((nodes, [0] * len(nodes), above) for nodes, _, above in out[1:])]
+    def levels(trees: Any, offsets: Any, ints: Any) -> Iterator[Any]:
+        for level in original(trees, offsets, ints):
+            nodes = level.nodes
+            count = nodes.stop - nodes.start if isinstance(nodes, slice) else len(nodes)
+            yield level if level.above is None else level._replace(source=ints([0] * count))
 
     return levels
 
