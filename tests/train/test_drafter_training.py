@@ -81,8 +81,11 @@ def test_answers_go_on_where_they_stopped(
     assert texts_of(engine, capture, prompts, GREEDY, path) == texts[:9]
     assert texts_of(engine, capture, prompts, GREEDY, path) == texts[:9]
     assert len(path.read_text().splitlines()) == 9
-    with pytest.raises(ConfigError, match="is to another"):
+    with pytest.raises(ConfigError, match=r"answer to prompt 0 \(from 0 on\) is to another"):
         texts_of(engine, capture, prompts[1:], GREEDY, path)
+    # More answers than prompts: those of the first ones, and nothing is asked or lost.
+    assert texts_of(engine, capture, prompts[:4], GREEDY, path) == texts[:4]
+    assert len(path.read_text().splitlines()) == 9
     for name, other in (("max_tokens", {"max_tokens": 9}), ("temperature", {"temperature": 1})):
         with pytest.raises(ConfigError, match=f"the {name} they were begun with"):
             texts_of(engine, capture, prompts, replace(GREEDY, **other), path)

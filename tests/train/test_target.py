@@ -49,7 +49,15 @@ def pools(tmp_path: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (folder / name).write_text("{}")
     (folder / "pools.json").write_text("{}")
+    record_what_they_are_made_of(folder)
     return folder
+
+
+def record_what_they_are_made_of(folder: Path, **changes: object) -> None:
+    """As for a scale of SHAPE and a folder of data that is empty."""
+    usual = {"vocab_size": SHAPE.vocab_size, "generated": 80_000, "files": None}
+    made_of = {"data": pack.data_digest(folder / "nowhere")} | usual | changes
+    (folder / target.MADE_OF).write_text(json.dumps(made_of))
 
 
 def test_training_ends_with_the_clock_and_decayed(pools: Path, tmp_path: Path) -> None:
@@ -80,6 +88,37 @@ def test_too_little_time_is_refused(pools: Path, tmp_path: Path) -> None:
     scale = target.Scale(shape=SHAPE, recipe=RECIPE, reserve=5)
     with pytest.raises(ConfigError, match="at least 1 s after its data"):
         target.train_target(tmp_path, tmp_path, time.monotonic() + 5, scale, "cpu", note=print)
+
+
+def test_pools_for_another_scale_are_refused(pools: Path, tmp_path: Path) -> None:
+    scale = target.Scale(shape=SHAPE, recipe=RECIPE)
+
+    def train(data: Path = tmp_path, scale: target.Scale = scale) -> None:
+        with pytest.raises(ConfigError, match="use another work folder, or delete it"):
+            target.train_target(data, tmp_path, time.monotonic() + 99, scale, "cpu", note=print)
+
+    train(scale=replace(scale, generated=5))
+    train(scale=replace(scale, files=40))
+    train(scale=replace(scale, shape=replace(SHAPE, vocab_size=65)))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text("{}")
+    train(data=tmp_path / "data")
+    (pools / target.MADE_OF).unlink()
+    train()
+
+
+def test_pools_that_are_made_anew_keep_nothing_of_others(
+    pools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preparation that was stopped has left some of them, for whatever it was."""
+    (pools / "pools.json").unlink()
+    scale = target.Scale(shape=SHAPE, recipe=RECIPE, generated=7)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(target.subprocess, "Popen", lambda command, **_: asked.append(command))
+    target._start_pools(tmp_path, pools, scale)
+    assert asked[0][-2:] == ["--generated", "7"]
+    assert not list(pools.glob("*.npy"))
+    assert json.loads((pools / target.MADE_OF).read_text())["generated"] == 7
 
 
 def test_a_failed_preparation_says_why(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +36,9 @@ class Plan:
     def settings(self, step: str) -> dict[str, object]:
         """What a step's outcome depends on, minutes and the machine aside: those bound how much
         is done, and the outcome says so itself."""
-        asked: dict[str, object] = {"size": self.size, "data": _digest(self.data)}
+        from specla.train.pack import data_digest
+
+        asked: dict[str, object] = {"size": self.size, "data": data_digest(self.data)}
         if step == MEASURE:
             asked |= {name: getattr(self, name) for name in ("prompts", "batch", "max_tokens")}
         return asked
@@ -104,14 +105,3 @@ def _read(path: Path) -> tuple[dict[str, dict[str, object]], dict[str, dict[str,
             f"{error}), it may be of an older version; use another folder"
         ) from error
     return asked, steps
-
-
-def _digest(data: Path) -> str:
-    """Tells folders of data apart, wherever they lie, by the sizes of the files that are read."""
-    from specla.train import corpus
-    from specla.train.pack import COPIED, MIXED_FOLDER
-
-    found = [(name, path) for name in (*COPIED, corpus.PYTHON) for path in data.rglob(name)]
-    found += [(MIXED_FOLDER, path) for path in data.rglob(f"{MIXED_FOLDER}/*/*.jsonl")]
-    sizes = sorted((name, path.stat().st_size) for name, path in found)
-    return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:12]

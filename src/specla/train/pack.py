@@ -7,6 +7,8 @@ of the Python corpus again: whole files, drawn by the hashes of their names from
 
 from __future__ import annotations
 
+import hashlib
+import json
 import lzma
 import shutil
 from pathlib import Path
@@ -20,6 +22,14 @@ HUMANEVAL_FILE, MIXED_FOLDER = "HumanEval.jsonl.gz", "eagle_suite"
 COPIED = (
     corpus.SYMBOLIC, corpus.GSM8K_TRAIN, corpus.GSM8K_TEST, corpus.OVERLAP, HUMANEVAL_FILE,
 )  # fmt: skip
+
+
+def data_digest(data: Path) -> str:
+    """Tells folders of data apart, wherever they lie, by the sizes of the files that are read."""
+    found = [(name, path) for name in (*COPIED, corpus.PYTHON) for path in data.rglob(name)]
+    found += [(MIXED_FOLDER, path) for path in data.rglob(f"{MIXED_FOLDER}/*/*.jsonl")]
+    sizes = sorted((name, path.stat().st_size) for name, path in found)
+    return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:12]
 
 
 def python_part(path: Path, limit: int) -> str:

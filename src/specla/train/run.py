@@ -112,7 +112,8 @@ def texts_of(
     tick: Tick | None = None,
     team: Team = ALONE,
 ) -> list[Text]:
-    """The target's answers to all prompts, in order of the prompts; kept in `path`. capture: of
+    """The target's answers to all prompts, in order of the prompts; kept in `path`, which may have
+    more of them, to prompts that would come after these. capture: of
     the engine's model; reads known answers, and may keep what it has read. team: shares the
     prompts out; each process keeps its own answers beside `path` until all are done.
 
@@ -143,18 +144,19 @@ def texts_of(
             f"all processes must see one {path.parent}, but the main one did not find {own.path}; "
             "use a folder that they share"
         )
-    return [texts[i] for i in sorted(texts)]
+    return [texts[i] for i in range(len(prompts)) if i in texts]
 
 
 def _kept(path: Path, prompts: Sequence[Prompt], params: SamplingParams) -> Answers:
     """The file with everybody's answers so far."""
     answers = Answers(path, params)
     answers.take_parts()
-    for i, text in answers.texts.items():
-        if i >= len(prompts) or text.tokens[: text.num_prompt] != prompts[i].tokens:
+    for i, prompt in enumerate(prompts):
+        text = answers.texts.get(i)
+        if text is not None and text.tokens[: text.num_prompt] != prompt.tokens:
             raise ConfigError(
-                f"{path} must hold answers to these prompts, but its number {i} is to another; "
-                "use another folder, or delete the file"
+                f"{path} must hold answers to these prompts, but its answer to prompt {i} "
+                "(from 0 on) is to another; use another folder, or delete the file"
             )
     return answers
 

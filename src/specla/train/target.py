@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 
 from specla.errors import ConfigError, SpeclaError
+from specla.models.files import write_json
 from specla.train import prepare
 from specla.train.checkpoint import save_checkpoint
 from specla.train.gdn import GDNLanguageModel, GDNShape
+from specla.train.pack import data_digest
 from specla.train.packing import Pool, Sampler
 from specla.train.pretrain import Log, Recipe, Trainer, build_model, mean_loss
 
@@ -47,6 +49,8 @@ SHARES = {
 HELD_OUT = ("gsm8k_test", "symbolic_new_numbers", "symbolic_new_templates")
 LEAST_SECONDS = 1.0
 SHARD_BYTES = 2 << 30
+MADE_OF = "made_of.json"
+"""In the folder of pools: what they were made of."""
 
 
 def gpu_recipe() -> Recipe:
@@ -107,7 +111,8 @@ def train_target(
         deadline: on the clock of time.monotonic, for everything.
 
     Raises:
-        ConfigError: the time left is too short to train in.
+        ConfigError: the time left is too short to train in; pools made from other data, or for
+            another scale.
         SpeclaError: the data could not be prepared.
     """
     torch.set_float32_matmul_precision("high")
@@ -182,7 +187,12 @@ def held_out_losses(model: GDNLanguageModel, pools: Path, recipe: Recipe) -> dic
 
 
 def _start_pools(data: Path, pools: Path, scale: Scale) -> subprocess.Popen[bytes] | None:
+    made_of = {
+        "data": data_digest(data), "vocab_size": scale.shape.vocab_size,
+        "generated": scale.generated, "files": scale.files,
+    }  # fmt: skip
     if (pools / "pools.json").exists():
+        _require_made_of(made_of, pools)
         return None
     size = scale.shape.vocab_size
     command = [sys.executable, "-m", "specla.train.prepare", "--data", str(data)]
@@ -190,8 +200,23 @@ def _start_pools(data: Path, pools: Path, scale: Scale) -> subprocess.Popen[byte
     command += ["--vocab-size", str(size), "--generated", str(scale.generated)]
     command += [] if scale.files is None else ["--files", str(scale.files)]
     pools.mkdir(parents=True, exist_ok=True)
+    # What an interrupted preparation has left may be of other data.
+    for part in pools.glob("*.npy"):
+        part.unlink()
+    write_json(pools / MADE_OF, made_of)
     with (pools / "prepare.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _require_made_of(wanted: Mapping[str, object], pools: Path) -> None:
+    before = json.loads((pools / MADE_OF).read_text()) if (pools / MADE_OF).exists() else {}
+    for name, value in wanted.items():
+        if name not in before or before[name] != value:
+            raise ConfigError(
+                f"{pools} must be made with {name} {value}, but was made with "
+                f"{before.get(name, 'one that it does not say')}; use another work folder, or "
+                "delete it"
+            )
 
 
 def _wait(child: subprocess.Popen[bytes] | None, pools: Path) -> None:
