@@ -23,7 +23,7 @@ class Meeting:
     """Where `count` threads exchange things."""
 
     def __init__(self, count: int) -> None:
-        self.barrier, self.turn = threading.Barrier(count, timeout=60), threading.Lock()
+        self.barrier, self.turn = threading.Barrier(count, timeout=600), threading.Lock()
         self._brought: list[Any] = [None] * count
 
     def exchange(self, number: int, x: Any) -> list[Any]:
