@@ -88,12 +88,12 @@ class Seen(NamedTuple):
 def watched(make: Make, team: Team, steps: int = 2) -> Seen:
     trainer, gradients = make(team), list[Tensor]()
 
-    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def look(*_: object) -> None:
         if not gradients:
-            found = (p.grad for group in optimizer.param_groups for p in group["params"])
+            found = (p.grad for p in trainer._net.parameters())
             gradients.extend(g.clone() for g in found if g is not None)
 
-    trainer.optimizer.register_step_pre_hook(look)
+    trainer.optimizers[0].register_step_pre_hook(look)
     losses = [trainer.train_step() for _ in range(steps)]
     weights = {name: p.clone() for name, p in trainer._net.state_dict().items()}
     return Seen(losses, gradients, weights, (trainer.step, trainer.used, trainer.tokens))
@@ -127,9 +127,11 @@ def test_alone_a_step_is_what_it_was_to_the_bit(
         loss = plain.loss(plain.next_batch()).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain._net.parameters(), plain.schedule.clip)
-        plain.optimizer.param_groups[0]["lr"] = 1e-3 * rate(step / 8, step, 2, floor=0.02)
-        plain.optimizer.step()
-        plain.optimizer.zero_grad()
+        for optimizer in plain.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * rate(step / 8, step, 2, floor=0.02)
+            optimizer.step()
+            optimizer.zero_grad()
         assert trainer.train_step() == float(loss.detach())
     for name, p in plain._net.state_dict().items():
         assert torch.equal(p, trainer._net.state_dict()[name]), name

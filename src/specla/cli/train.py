@@ -48,7 +48,15 @@ def train(
     lr: Annotated[
         float | None,
         typer.Option(
-            rich_help_panel=TRAINING, help="Peak rate; default: 1e-4, of a block drafter 6e-4."
+            rich_help_panel=TRAINING,
+            help="Peak rate; default: eagle 2e-3, block 6e-4, reader 1e-4.",
+        ),
+    ] = None,
+    muon_lr: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=TRAINING,
+            help="Peak rate of Muon, on matrices; 0: AdamW has them; default: eagle 0.02.",
         ),
     ] = None,
     warmup: Annotated[int, typer.Option(rich_help_panel=TRAINING, help="Steps.")] = 40,
@@ -123,7 +131,14 @@ def train(
         raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if every < 1:
         raise ConfigError(f"--every must be above 0, got {every}")
-    schedule = {"rows": rows, "length": length, "steps": steps, "lr": lr, "warmup": warmup}
+    schedule = {
+        "rows": rows,
+        "length": length,
+        "steps": steps,
+        "lr": lr,
+        "muon_lr": muon_lr,
+        "warmup": warmup,
+    }
     own = {
         "intermediate_size": intermediate_size,
         "num_heads": heads,

@@ -76,7 +76,7 @@ GPU_LINE_UP = LineUp(
     # Width 1,024 and 4 heads: a draft step reads 0.04 of what the target does.
     entries=(
         Entry(
-            name="eagle", kind="eagle", share=0.4, schedule={**_LARGE, "lr": 3e-4},
+            name="eagle", kind="eagle", share=0.4, schedule={**_LARGE, "lr": 1e-3},
             options={"hidden_size": 1024, "num_heads": 4, "intermediate_size": 2816},
         ),
         Entry(name="block", kind="block", share=0.24, schedule={**_LARGE, "lr": 6e-4}),

@@ -37,6 +37,8 @@ class Recipe(Schedule):
     rows, length: pairs of a batch. unroll: steps of the training-time test.
     """
 
+    lr: float = 2e-3
+    muon_lr: float = 0.02
     unroll: int = 5
 
 

@@ -63,30 +63,45 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(weights, list(updates), alpha=-group["lr"] * scale)
 
 
-def build_optimizers(model: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float,
+VOCABULARY = ("embeddings.weight", "lm_head.weight", "markov_w1.weight", "markov_w2.weight")
+"""Ends of names of matrices with a row per token: most rows get no gradient in a step."""
+
+
+def build_optimizers(model: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float = 0.0,
                      use_muon: bool = True) -> list[torch.optim.Optimizer]:  # fmt: skip
     """Muon on projections, AdamW on embeddings and an untied head (decayed) and on vectors and
-    convolutions (not)."""
+    convolutions (not); of parameters that are trained. Groups keep their "peak" rate."""
     matrices: list[nn.Parameter] = []
     embeddings: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, p in model.named_parameters():
-        small = p.dim() != 2 or "a_proj" in name or "b_proj" in name
-        vocabulary = name.endswith(("embeddings.weight", "lm_head.weight"))
-        (embeddings if vocabulary else rest if small else matrices).append(p)
+        if p.requires_grad:
+            small = p.dim() != 2 or "a_proj" in name or "b_proj" in name
+            vocabulary = name.endswith(VOCABULARY)
+            (embeddings if vocabulary else rest if small else matrices).append(p)
     fused = next(model.parameters()).is_cuda
     groups = [{"params": rest, "weight_decay": 0.0},
               {"params": embeddings, "weight_decay": weight_decay}]  # fmt: skip
     if not use_muon:
         groups.append({"params": matrices, "weight_decay": weight_decay})
+    groups = [group for group in groups if group["params"]]
     adam = torch.optim.AdamW(groups, lr=adam_lr, betas=(0.9, 0.95), eps=1e-10, fused=fused)
     found: list[torch.optim.Optimizer] = [adam]
-    if use_muon:
+    if use_muon and matrices:
         found.insert(0, Muon(matrices, muon_lr, weight_decay=weight_decay))
     for optimizer in found:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
     return found
+
+
+def step_all(optimizers: Iterable[torch.optim.Optimizer], scale: float) -> None:
+    """One step of each at `scale` times its peak rates; gradients are gone after it."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * scale
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def rate(progress: float, step: int, warmup: int = 100, floor: float = 0.01) -> float:

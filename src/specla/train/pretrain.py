@@ -29,7 +29,13 @@ from torch import Tensor
 from specla.train.checkpoint import save_checkpoint
 from specla.train.cross_entropy import cross_entropy
 from specla.train.gdn import GDNLanguageModel, GDNShape
-from specla.train.optim import build_optimizers, optimizer_tensors, rate, restore_optimizers
+from specla.train.optim import (
+    build_optimizers,
+    optimizer_tensors,
+    rate,
+    restore_optimizers,
+    step_all,
+)
 from specla.train.packing import Sampler, load_pools
 
 SHARES = {
@@ -122,12 +128,7 @@ class Trainer:
     def update(self) -> None:
         """The optimisers' part of a step."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        scale = rate(self.progress(), self.step, self.recipe.warmup)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * scale
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        step_all(self.optimizers, rate(self.progress(), self.step, self.recipe.warmup))
 
     def save(self, folder: Path) -> None:
         """The trainer (tensors and JSON, replaced in one rename) and the bf16 checkpoint."""

@@ -2,7 +2,8 @@
 """Training steps of any drafter, and what lets a run that was stopped go on as if it had not been.
 
 A kind of drafter brings its net, what a batch of its lessons is, the loss, and held-out figures.
-AdamW (0.9, 0.95), no weight decay, warm-up, cosine, clipped.
+Muon on matrices where it is asked for, AdamW (0.9, 0.95) on the rest, no weight decay, warm-up,
+cosine, clipped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from torch import Tensor, nn
 from specla.errors import ConfigError
 from specla.train.batches import fill, order
 from specla.train.capture import Text
-from specla.train.optim import optimizer_tensors, rate, restore_optimizers
+from specla.train.optim import (
+    build_optimizers,
+    optimizer_tensors,
+    rate,
+    restore_optimizers,
+    step_all,
+)
 from specla.train.team import ALONE, Team
 
 STATE = "trainer.safetensors"
@@ -55,19 +62,21 @@ def check_above_zero(record: Any, *, or_zero: Sequence[str] = (), but: Sequence[
 class Schedule:
     """What decides the result of a run, besides texts and target, for every kind of drafter.
 
-    rows, length: tokens of a batch. steps: optimiser steps in all. lr: peak rate. warmup: steps.
+    rows, length: tokens of a batch. steps: optimiser steps in all. lr: AdamW's peak rate. muon_lr:
+    Muon's; 0: AdamW has the matrices too. warmup: steps.
     """
 
     rows: int = 4
     length: int = 512
     steps: int = 1000
     lr: float = 1e-4
+    muon_lr: float = 0.0
     warmup: int = 40
     clip: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_above_zero(self, but=("seed",))
+        check_above_zero(self, or_zero=("muon_lr",), but=("seed",))
 
     def times(self, processes: int) -> Self:
         """That of one process which does what several with this one do together."""
@@ -109,9 +118,8 @@ class Steps(ABC, Generic[B]):
     ) -> None:
         self.schedule, self._net, self._pack, self._texts = schedule, net, pack, texts
         self.team = team
-        trained = [p for p in net.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            trained, lr=schedule.lr, betas=(0.9, 0.95), weight_decay=0.0
+        self.optimizers = build_optimizers(
+            net, schedule.muon_lr, schedule.lr, use_muon=schedule.muon_lr > 0
         )
         self.step = self.used = self.tokens = 0
         self.seconds, self.best = 0.0, 0.0
@@ -155,11 +163,7 @@ class Steps(ABC, Generic[B]):
         team.add_up(self._net.parameters())
         s = self.schedule
         torch.nn.utils.clip_grad_norm_(self._net.parameters(), s.clip)
-        scale = rate(self.step / s.steps, self.step, s.warmup, floor=0.02)
-        for group in self.optimizer.param_groups:
-            group["lr"] = s.lr * scale
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        step_all(self.optimizers, rate(self.step / s.steps, self.step, s.warmup, floor=0.02))
         self.step += 1
         self.tokens += int(team.total(torch.tensor(found.lessons)))
         before = float(team.total(loss.detach()))
@@ -168,7 +172,7 @@ class Steps(ABC, Generic[B]):
 
     def save(self, folder: Path) -> None:
         """All that `restore` needs, replaced in one rename."""
-        tensors = dict(self._net.state_dict()) | optimizer_tensors(self._net, [self.optimizer])
+        tensors = dict(self._net.state_dict()) | optimizer_tensors(self._net, self.optimizers)
         notes = {name: getattr(self, name) for name in self._counters}
         notes |= self._begun_with()
         part = folder / "trainer.tmp"
@@ -203,7 +207,7 @@ class Steps(ABC, Generic[B]):
                     f"{folder} is {notes[what]}, now {mine}; use another folder"
                 )
         self._net.load_state_dict({name: tensors[name] for name in self._net.state_dict()})
-        restore_optimizers(self._net, [self.optimizer], tensors)
+        restore_optimizers(self._net, self.optimizers, tensors)
         for name in self._counters:
             setattr(self, name, notes[name])
         return True
