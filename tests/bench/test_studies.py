@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from specla.bench.studies.batch import taken
 from specla.bench.studies.controlled import closed_form
 from specla.bench.studies.counts import over_rounds
 from specla.bench.studies.guesses import Guesses
+from specla.bench.studies.reader import labels
 from specla.bench.studies.study import UNITS, named
 from specla.bench.studies.tree import around
 from specla.drafters.base import DeviceDrafter, DraftRow
+from specla.errors import ConfigError
 from specla.testing import OracleDrafter, replay
 
 VOCAB = 50
@@ -87,6 +90,16 @@ def test_the_device_drafts_what_the_host_does(nodes: int, remaining: int) -> Non
 def test_settings_around_a_centre_differ_from_it_in_one_factor() -> None:
     found = around({"a": 1, "b": 2}, {"a": (1, 3), "b": (2, 4, 5)})
     assert found == [{"a": 1, "b": 2}, {"a": 3, "b": 2}, {"a": 1, "b": 4}, {"a": 1, "b": 5}]
+
+
+def test_folders_are_told_apart_by_as_little_as_it_takes() -> None:
+    assert labels([Path("a/b"), Path("a/c")]) == ["b", "c"]
+    assert labels([Path("w/a/checkpoint"), Path("w/b/checkpoint")]) == [
+        "a/checkpoint", "b/checkpoint",
+    ]  # fmt: skip
+    assert labels([Path("a"), Path("x/a")]) == ["a", "x/a"]
+    with pytest.raises(ConfigError, match="must differ"):
+        labels([Path("a/b"), Path("a/b")])
 
 
 def test_rounds_count_alike_whoever_s_they_are() -> None:

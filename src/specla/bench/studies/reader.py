@@ -83,25 +83,35 @@ def variants(drafters: Sequence[str]) -> dict[str, tuple[str, bool | None]]:
     """By name: a drafter, and whether its reader is on; None where it has none.
 
     Raises:
-        ConfigError: one is no block drafter with its folder, no one has a reader, or two have
-            one name.
+        ConfigError: one is no block drafter with its folder, no one has a reader, or one stands
+            there twice.
     """
-    found: list[tuple[str, tuple[str, bool | None]]] = []
     for drafter in drafters:
-        folder = Path(drafter.removeprefix(KIND))
         if not drafter.startswith(KIND):
             raise ConfigError(f"--drafter must be block:FOLDER for this study, got {drafter!r}")
+    folders = [Path(drafter.removeprefix(KIND)) for drafter in drafters]
+    found: dict[str, tuple[str, bool | None]] = {}
+    for name, folder, drafter in zip(labels(folders), folders, drafters, strict=True):
         if has_reader(folder):
-            found += [(f"{folder.name}, reader {x}", (drafter, x == "on")) for x in ("off", "on")]
+            found |= {f"{name}, reader {x}": (drafter, x == "on") for x in ("off", "on")}
         else:
-            found.append((folder.name, (drafter, None)))
-    if all(reader is None for _, (_, reader) in found):
+            found[name] = drafter, None
+    if all(reader is None for _, reader in found.values()):
         raise ConfigError(f"a --drafter must have a reader, got {', '.join(drafters)}")
-    if len(dict(found)) < len(found):
-        raise ConfigError(
-            f"--drafter folders must have different names, got {', '.join(drafters)}; rename one"
-        )
-    return dict(found)
+    return found
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The last parts of their paths, as many as it takes to tell them apart.
+
+    Raises:
+        ConfigError: two are the same.
+    """
+    for count in range(1, max(len(folder.parts) for folder in folders) + 1):
+        found = ["/".join(folder.parts[-count:]) for folder in folders]
+        if len(set(found)) == len(found):
+            return found
+    raise ConfigError(f"--drafter folders must differ, got {', '.join(map(str, folders))}")
 
 
 def _setting(lab: Lab, drafter: str, width: int, reader: bool | None) -> Setting:
