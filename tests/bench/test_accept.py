@@ -143,10 +143,12 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
     write(tmp_path / "gsm8k" / "train.jsonl", {"question": "not this"})
     write(tmp_path / "humaneval" / "HumanEval.jsonl.gz", {"prompt": "def f():", "test": "x"})
     write(tmp_path / "more" / "qa" / "question.jsonl", {"turns": ["first", "second"]})
+    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes?"}]
+    write(tmp_path / "chat" / "held-out.jsonl", {"messages": said})
     (tmp_path / "gsm8k" / "LICENSE").write_text("MIT")
     suites = read_suites([tmp_path])
     assert {name: [p.text for p in s] for name, s in suites.items()} == {
-        "gsm8k": ["one"], "humaneval": ["def f():"], "qa": ["first"],
+        "chat": ["hello"], "gsm8k": ["one"], "humaneval": ["def f():"], "qa": ["first"],
     }  # fmt: skip
     file = tmp_path / "gsm8k" / "train.jsonl"
     assert [p.text for p in read_suites([file])["gsm8k"]] == ["not this"]

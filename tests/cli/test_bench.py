@@ -40,6 +40,25 @@ def test_json_and_record(stub: Any, capsys: CAPTURE, tmp_path: Path) -> None:
     assert not path.read_text().count("\r")
 
 
+def test_suites_and_one_drafters_total(stub: Any, capsys: CAPTURE, tmp_path: Path) -> None:
+    for name in ("sums", "tales"):
+        (tmp_path / name).mkdir()
+        lines = [{"messages": [{"role": "user", "content": f"{name} {i}"}]} for i in range(3)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "held-out.jsonl").write_text(text)
+    suites = f"--suite {tmp_path / 'sums'} --suite {tmp_path / 'tales'} --prompts 2"
+    path = tmp_path / "results.csv"
+    command = f"bench generate {suites} --drafter ngram --total e2e --record --results {path}"
+    assert main(command.split()) == 0
+    with path.open() as file:
+        rows = {row["metric"]: row for row in csv.DictReader(file)}
+    assert {"sums/ngram/ratio", "tales/ngram/ratio", "e2e", "e2e_over_plain"} <= set(rows)
+    assert rows["e2e"]["baseline"] == "exact AR"
+    assert rows["e2e_over_plain"]["baseline"] == "plain AR"
+    assert "4 of 4 prompts of sums, tales" in rows["e2e"]["notes"]
+    assert float(rows["e2e"]["p10"]) <= float(rows["e2e"]["p90"])
+
+
 def test_changed_output_is_exit_code_5(stub: Any, capsys: CAPTURE) -> None:
     stub.behaviour["lie"] = True
     assert main("bench generate --per-kind 1 --kind chat --drafter ngram".split()) == 5
@@ -56,7 +75,13 @@ def test_a_failed_request_is_exit_code_1(
     assert "(1 failed)" in out
 
 
-@pytest.mark.parametrize("flags", ["--kind poetry", "--per-kind 0", "--drafter x", "--repeats 0"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--kind poetry", "--per-kind 0", "--drafter x", "--repeats 0", "--prompts 2",
+        "--suite x --kind chat", "--total e2e", "--suite nowhere",
+    ],
+)  # fmt: skip
 def test_usage(stub: Any, capsys: CAPTURE, flags: str) -> None:
     assert main(["bench", "generate", *flags.split()]) == 2
     assert capsys.readouterr().err.count("\n") == 1

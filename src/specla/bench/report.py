@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import csv
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.table import Table
 
-from specla.bench.table import PLAIN, Row
+from specla.bench.loops import has_loop
+from specla.bench.measure import Prompt, Sample
+from specla.bench.table import EXACT, PLAIN, Row, speed, spread
 
 COLUMNS = (
     "date", "commit", "device", "torch", "triton", "command", "metric", "value", "unit",
@@ -110,6 +112,36 @@ def _metrics(row: Row) -> Iterable[dict[str, object]]:
         yield blank | {"metric": f"{name}/tokens_per_round", "value": value, "unit": "tokens"}
         value = f"{row.acceptance:.4f}"
         yield blank | {"metric": f"{name}/acceptance", "value": value, "unit": "fraction"}
+
+
+def totals(samples: Sequence[Sample], method: str, name: str) -> Iterator[dict[str, object]]:
+    """Rows of results.csv, but for what all rows of a run share: a method's decode speed over
+    the prompts that everybody answered, against exact AR as `name` and against plain AR as
+    `name`_over_plain."""
+    by_prompt: dict[Prompt, dict[str, Sample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt, {})[sample.method] = sample
+    answered = [x for x in by_prompt.values() if all(s.completion for s in x.values())]
+    mine = [x[method] for x in answered]
+    done = [s.completion for s in mine if s.completion is not None]
+    if not done:
+        return
+    rounds = sum(c.speculation.rounds for c in done)
+    tokens = (rounds + sum(c.speculation.accepted for c in done)) / rounds
+    loops = sum(has_loop(c.token_ids) for c in done)
+    kinds = ", ".join(dict.fromkeys(s.prompt.kind for s in mine))
+    for base, metric in ((EXACT, name), (PLAIN, f"{name}_over_plain")):
+        p10, p90 = spread([speed([x[method]]) / speed([x[base]]) for x in answered])
+        yield {
+            "metric": metric,
+            "value": f"{speed(mine) / speed(x[base] for x in answered):.3f}",
+            "unit": "x",
+            "p10": f"{p10:.3f}",
+            "p90": f"{p90:.3f}",
+            "baseline": base,
+            "notes": f"{method}; {len(done)} of {len(by_prompt)} prompts of {kinds}; "
+            f"{tokens:.2f} tokens per round; looping {loops}",
+        }
 
 
 def append(path: Path, lines: Sequence[Mapping[str, object]]) -> None:

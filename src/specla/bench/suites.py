@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation prompts from files: JSON lines, plain or gzipped, given by a path.
 
-A line's prompt is its "question" (GSM8K), its first of "turns" (MT-Bench, Spec-Bench) or its
-"prompt" (HumanEval); what comes after the first turn would need answers, and is left out. A folder
-stands for every such file below it, each a suite by the name of the folder it lies in.
+A line's prompt is its "question" (GSM8K), its first of "turns" (MT-Bench, Spec-Bench), its
+"prompt" (HumanEval) or what the first of its "messages" says; what comes after the first turn
+would need answers, and is left out. A folder stands for every such file below it, each a suite by
+the name of the folder it lies in.
 """
 
 from __future__ import annotations
@@ -89,9 +90,16 @@ def _prompt(line: str, where: str) -> str:
     except ValueError as error:
         raise ConfigError(f"{where} must be a JSON object ({error})") from error
     record = record if isinstance(record, dict) else {}
-    turns = record.get("turns")
-    first = turns[0] if isinstance(turns, list) and turns else None
-    text = next((x for x in (record.get("question"), first, record.get("prompt")) if x), None)
+    said = _first(record.get("messages"))
+    said = said.get("content") if isinstance(said, dict) else None
+    given = (record.get("question"), _first(record.get("turns")), record.get("prompt"), said)
+    text = next((x for x in given if x), None)
     if not isinstance(text, str):
-        raise ConfigError(f'{where} must have a text in "question", "turns" or "prompt"')
+        raise ConfigError(
+            f'{where} must have a text in "question", "turns", "prompt" or "messages"'
+        )
     return text
+
+
+def _first(turns: Any) -> Any:
+    return turns[0] if isinstance(turns, list) and turns else None

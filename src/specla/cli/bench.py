@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 
 from specla.bench import report
-from specla.bench.measure import Method, Sample, interleave
+from specla.bench.measure import Method, Prompt, Sample, interleave
+from specla.bench.suites import read_suites
 from specla.bench.table import EXACT, PLAIN, Row, rows
 from specla.bench.workloads import WORKLOADS, prompts
 from specla.cli import options as opt
@@ -44,7 +45,20 @@ def generate(
     per_kind: Annotated[
         int | None, typer.Option(help="Only the first prompts of each kind.")
     ] = None,
+    suite: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Prompts from a file or folder instead, as for bench accept; repeatable."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--prompts", help="Prompts of each suite; default: all.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Runs per prompt; the median counts.")] = 1,
+    total: Annotated[
+        str | None,
+        typer.Option(help="Name of the one drafter's speed over all prompts, for --record."),
+    ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Append the numbers to --results.")
     ] = False,
@@ -76,7 +90,9 @@ def generate(
     )
     if repeats < 1:
         raise ConfigError(f"--repeats must be >= 1, got {repeats}")
-    wanted = prompts(kind or (), per_kind)
+    wanted = _prompts(kind, per_kind, suite, limit)
+    if total and len(drafter or ()) != 1:
+        raise ConfigError(f"--total is of one drafter, got {drafter or 'all'}; give one --drafter")
     engine = EngineOptions(
         model=model,
         max_nodes=max_nodes,
@@ -104,7 +120,7 @@ def generate(
     else:
         _print(table, f"{model} on {run['device']}, {run['dtype']}, {form} prompts, batch 1")
     if record:
-        _record(results, table, run)
+        _record(results, table, run, list(report.totals(samples, name, total)) if total else [])
     return _verdict(samples, table)
 
 
@@ -112,8 +128,9 @@ def _drafters(wanted: Sequence[str] | None, target: Path) -> list[str]:
     """Those asked for; else all that need no training, and the trained one beside the target."""
     from specla.drafters import UNTRAINED, beside, resolve_name
 
-    found = [beside(target) or "none"]
-    names = [n if ":" in n else resolve_name(n) for n in wanted or (*UNTRAINED, *found)]
+    trained = (beside(target) or "").partition(":")[0]
+    given = [(n == "auto" and trained) or n for n in wanted or (*UNTRAINED, trained or "none")]
+    names = [n if n == trained or ":" in n else resolve_name(n) for n in given]
     return [name for name in dict.fromkeys(names) if name != "none" or wanted]
 
 
@@ -124,13 +141,35 @@ def _print(table: Sequence[Row], title: str) -> None:
     console.print(report.render(table, title))
 
 
-def _record(path: Path, table: Sequence[Row], run: dict[str, object]) -> None:
+def _prompts(
+    kind: Sequence[str] | None,
+    per_kind: int | None,
+    suite: Sequence[Path] | None,
+    limit: int | None,
+) -> list[Prompt]:
+    if not suite:
+        if limit is not None:
+            raise ConfigError("--prompts is for --suite; of built-in prompts use --per-kind")
+        return prompts(kind or (), per_kind)
+    if kind or per_kind is not None:
+        raise ConfigError("--kind and --per-kind are for built-in prompts; leave out --suite")
+    return [one for found in read_suites(suite, most=limit).values() for one in found]
+
+
+def _record(
+    path: Path,
+    table: Sequence[Row],
+    run: dict[str, object],
+    totals: Sequence[dict[str, object]],
+) -> None:
     # The arguments, not the program's path: the command has to work elsewhere.
     command = " ".join(["specla", *sys.argv[1:]])
     versions = run["versions"]
     assert isinstance(versions, dict)
     device = f"{run['device']} {run['dtype']} {run['model']}"
-    report.append(path, report.csv_rows(table, device=device, versions=versions, command=command))
+    first = report.head(device=device, versions=versions, command=command)
+    lines = report.csv_rows(table, device=device, versions=versions, command=command)
+    report.append(path, [*lines, *(first | line for line in totals)])
     note(f"appended to {path}")
 
 

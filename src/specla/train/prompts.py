@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that the demo model's drafter is trained and judged on, as JSON lines.
 
-``python -m specla.train.prompts --data DIR --out DIR --count N`` writes train.jsonl and one
-held-out file per source. Lines are as `specla generate --prompts` and `specla train --prompts`
-read them; those for training bring the answer of the data, which the target mostly agrees with
-and which then need not be decoded. DIR is as for `specla.train.prepare`. Splits are those of the
-model's own training: neither it nor its drafter has seen a held-out prompt.
+``python -m specla.train.prompts --data DIR --out DIR --count N`` writes train.jsonl and, in a
+folder per source, held-out.jsonl: suites for `specla bench`. Lines are as `specla generate
+--prompts` and `specla train --prompts` read them; those for training bring the answer of the data,
+which the target mostly agrees with and which then need not be decoded. DIR is as for
+`specla.train.prepare`. Splits are those of the model's own training: neither it nor its drafter
+has seen a held-out prompt.
 """
 
 from __future__ import annotations
@@ -97,16 +98,17 @@ Given = Annotated[Path, typer.Option()]
 
 
 def main(data: Given, out: Given, count: int = 4000, held_out: int = 40) -> None:
-    """Writes train.jsonl and held-out-SOURCE.jsonl."""
-    out.mkdir(parents=True, exist_ok=True)
-    for path in out.glob("*.jsonl"):
+    """Writes train.jsonl and SOURCE/held-out.jsonl."""
+    for source in SHARES:
+        (out / source).mkdir(parents=True, exist_ok=True)
+    for path in (*out.glob("*.jsonl"), *out.glob("*/held-out.jsonl")):
         path.unlink()
     rows = [(kind, row) for kind, part in train_prompts(data, count).items() for row in part]
     random.Random(0).shuffle(rows)
     for kind, row in rows:
         write(out / "train.jsonl", kind, [row], answers=True)
     for kind, part in held_out_prompts(data, held_out).items():
-        write(out / f"held-out-{kind}.jsonl", kind, part, answers=False)
+        write(out / kind / "held-out.jsonl", kind, part, answers=False)
     typer.echo(f"{len(rows)} prompts")
 
 
