@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from completions import completion
 
-from specla.bench.accept import Tally
+from specla.bench.accept import Answer, Tally
+from specla.bench.headline import Ratio
 from specla.bench.measure import Prompt
 from specla.bench.studies import REGISTRY, find
 from specla.bench.studies.batch import taken
 from specla.bench.studies.controlled import closed_form
-from specla.bench.studies.counts import over_rounds
+from specla.bench.studies.counts import figures, over_rounds, tau_over
 from specla.bench.studies.guesses import Guesses
 from specla.bench.studies.reader import labels
 from specla.bench.studies.study import UNITS, named
@@ -107,6 +109,26 @@ def test_rounds_count_alike_whoever_s_they_are() -> None:
     found = over_rounds(tallies, lambda t: t.tokens)
     assert found.value == 2
     assert (found.low, found.high) == pytest.approx((8 / 6, 4))
+
+
+def answer(*paths: int) -> Answer:
+    """Of rounds that accepted so many drafts of three; the first draft is always right."""
+    tally = Tally(first=sum(n > 0 for n in paths), rounds=len(paths))
+    tally.tokens = sum(paths) + len(paths)
+    tally.reached = [sum(n > d for n in paths) for d in range(max(paths))]
+    return Answer(prompt=Prompt(kind="x", text="?"), completion=completion(), tally=tally)
+
+
+def test_survival_is_of_all_rounds_and_a_gain_is_over_the_same_prompts() -> None:
+    mine, base = [answer(3, 1, 0), answer(2)], [answer(0, 1, 0), answer(1)]
+    found = figures(mine, 3)
+    values = {name: x.value if isinstance(x, Ratio) else x for name, x in found.items()}
+    assert values == {
+        "counted": 2, "tau": 10 / 4, "first_token": 3 / 4, "survival_d1": 3 / 4,
+        "survival_d2": 2 / 4, "survival_d3": 1 / 4,
+    }  # fmt: skip
+    assert tau_over(mine, base).value == pytest.approx((10 / 4) / (6 / 4))
+    assert tau_over(mine, mine) == Ratio(value=1, low=1, high=1, p10=1, p90=1)
 
 
 @pytest.mark.parametrize(

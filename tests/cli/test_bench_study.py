@@ -212,6 +212,7 @@ def test_an_earlier_run_is_shown_and_recorded(
         ("mixer --drafter suffix --drafter ngram", "must be eagle:FOLDER for this study"),
         ("batch --prompts 0", "--prompts must be >= 1, got 0"),
         ("batch --suite a --data b", "--suite and --data must not be given together"),
+        ("tree --max-nodes 8", "--max-nodes has no effect on study tree"),
         ("batch --record", "--record must come with --texts"),
         ("batch --from nowhere", "--from must be the JSON lines of one run of study batch"),
     ],

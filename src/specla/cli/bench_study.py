@@ -87,7 +87,13 @@ def study(
     commit: Annotated[
         str | None, typer.Option(help="Hash to record where there is no checkout to ask.")
     ] = None,
-    max_nodes: opt.MaxNodes = 16,
+    max_nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tree nodes a round verifies, where no factor says so; default 16.",
+            rich_help_panel=opt.ENGINE,
+        ),
+    ] = None,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     revision: opt.Revision = None,
@@ -120,8 +126,8 @@ def study(
             params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos),
             minutes=minutes, commit=commit,
             engine=EngineOptions(
-                model=model, max_nodes=max_nodes, device=device, dtype=dtype, revision=revision,
-                threads=threads,
+                model=model, max_nodes=_max_nodes(wanted, max_nodes), device=device, dtype=dtype,
+                revision=revision, threads=threads,
             ),
         )  # fmt: skip
         with progress_bars(wanted=not no_progress) as tick:
@@ -157,6 +163,15 @@ def _drafters(study: Study, given: Sequence[str] | None) -> list[str]:
             f"study {study.name} takes {wanted} drafters, got {len(names)}: {', '.join(names)}"
         )
     return names
+
+
+def _max_nodes(study: Study, given: int | None) -> int:
+    if given is not None and study.max_nodes is None:
+        raise ConfigError(
+            f"--max-nodes has no effect on study {study.name}, whose factors say how many; leave "
+            "it out"
+        )
+    return given or study.max_nodes or 1
 
 
 def _factors(option: str, given: Sequence[str] | None) -> dict[str, list[Value]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -129,4 +130,5 @@ def _run(plan: Plan, llm: LLM) -> dict[str, Any]:
         "prompts": f"{len(plan.prompts)}, {prompt_format(llm, None)}",
         "max_tokens": plan.params.max_tokens,
         "threads": llm.config.threads,
+        "load": f"{os.getloadavg()[0]:.1f} processes on {os.cpu_count()} cores, at the start",
     }

@@ -28,6 +28,7 @@ from specla.bench.studies.study import (
 from specla.request import Completion, SamplingParams
 
 AUTO, OFF = "auto", "off"
+COLOURS = {AR: "black", AUTO: "C0", OFF: "C1"}
 LEAST_PROMPTS = 8
 """Answered at every size, so many at a time."""
 REPEATS = 3
@@ -41,15 +42,17 @@ class Batch:
     about = """\
 Throughput, prefill included, of so many prompts decoded together (of 8 prompts, one after another,
 where a batch is smaller): plain decoding, drafting with `--budget auto` and with `--budget off`,
-in turns, three times; the median counts, and intervals are the least and the largest of the
-repeats. over_off: the budget's speed over that of drafting always. drafting: rounds in which the
-budget let drafts through. Rows end at different times, so that a batch is smaller at its end, for
-all alike. Prices are `measured` only where `specla profile` has been run for this model here."""
+in turns, three times if there is time; the median counts, and intervals are the least and the
+largest of the repeats. over_off: the budget's speed over that of drafting always. drafting: rounds
+in which the budget let drafts through. Rows end at different times, so that a batch is smaller at
+its end, for all alike. Prices are `measured` only where `specla profile` has been run for this
+model here."""
     factors: Mapping[str, tuple[Value, ...]] = {"batch": (1, 2, 4, 8, 16, 32, 64)}
     centre: Mapping[str, Value] = {}
     drafters = (1, 1)
     prompts = None
     recorded = ("ratio", "over_off")
+    max_nodes = 16
 
     def measure(self, lab: Lab) -> Iterator[Measurement]:
         """Small batches first; the three ways take turns."""
@@ -79,17 +82,16 @@ all alike. Prices are `measured` only where `specla profile` has been run for th
     def draw(self, found: Sequence[Measurement]) -> Any:
         """Tokens per second, and speeds over plain decoding."""
         figure, (speed, ratio) = plots.axes(2)
-        for way in plots.values(found, "way"):
+        for way, colour in COLOURS.items():
             line = [m for m in found if m.at["way"] == way]
             name = way if way == AR else f"budget {way}"
-            plots.line(speed, line, "batch", "speed", label=name)
-            if way != AR:
-                plots.line(ratio, line, "batch", "ratio", label=name, capsize=2)
+            plots.line(speed, line, "batch", "speed", label=name, color=colour)
+            plots.line(ratio, line, "batch", "ratio", label=name, color=colour, capsize=2)
         plots.even(ratio)
         for axis, title in ((speed, "tokens/s"), (ratio, "speed over plain decoding")):
             plots.powers(axis, plots.values(found, "batch"))
             plots.label(axis, "sequences decoded together", title)
-        speed.set_yscale("log", base=2)
+        plots.doubling(speed)
         return figure
 
 
@@ -127,7 +129,7 @@ def _measure(
             "drafter": subject.engine.drafter.info.name,
             "prices": passes[0][way].answers[0].speculation.costs,
         }
-        yield Measurement(at=at, figures=_figures(way, passes))
+        yield Measurement(at=at, figures=_figures(way, passes), note=subject.note)
 
 
 def taken(prompts: Sequence[Prompt], size: int) -> list[str]:
@@ -152,6 +154,7 @@ def _figures(way: str, passes: Sequence[Mapping[str, _Pass]]) -> dict[str, Figur
     plain = passes[0][AR].answers
     figures: dict[str, Figure] = {
         "prompts": len(mine),
+        "repeats": len(passes),
         "tokens": tokens,
         "speed": median(one[way].speed for one in passes),
         "ratio": over([one[way].speed / one[AR].speed for one in passes]),

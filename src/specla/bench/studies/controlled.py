@@ -46,12 +46,13 @@ p of 0.6 and less never pays, 0.7 with short drafts only, and the oracle reaches
 drafts."""
     factors: Mapping[str, tuple[Value, ...]] = {
         "p": (0.5, 0.6, 0.7, 0.8, 1),
-        "length": (1, 2, 3, 4, 6, 8, 12, 16),
+        "length": (1, 2, 3, 4, 7, 8, 12, 15, 16),
     }
     centre: Mapping[str, Value] = {}
     drafters = (0, 0)
     prompts = 8
     recorded = ("ratio", "tau")
+    max_nodes = None
 
     def measure(self, lab: Lab) -> Iterator[Measurement]:
         """All p at a length take turns."""
@@ -60,11 +61,12 @@ drafts."""
         prompts = [replace(prompt, kind=ALL) for prompt in lab.prompts]
         for done, length in enumerate(lengths):
             turn = _Turn(lab, length)
-            methods = [Method(name=f"{p:g}", run=partial(turn.guess, p)) for p in rates]
+            names = {p: f"p {p:g}, {length} drafts" for p in rates}
+            methods = [Method(name=names[p], run=partial(turn.guess, p)) for p in rates]
             plain = Method(name=AR, run=turn.plain)
             scores = lab.scores(methods, plain, prompts, lab.share(len(lengths) - done))
             for p in rates:
-                at, score = {"p": p, "length": length}, scores.get((ALL, f"{p:g}"))
+                at, score = {"p": p, "length": length}, scores.get((ALL, names[p]))
                 yield measured(at, score, {"closed_form": closed_form(p, length)})
 
     def draw(self, found: Sequence[Measurement]) -> Any:
@@ -76,6 +78,8 @@ drafts."""
             plots.line(tau, line, "length", "tau", label=label, color=colour)
             plots.line(tau, line, "length", "closed_form", color=colour, linestyle=":", marker="")
         plots.even(speed)
+        plots.whole(speed)
+        plots.whole(tau)
         plots.label(speed, "drafts per round", "speed over plain decoding")
         plots.label(tau, "drafts per round", "tokens per round (dotted: closed form)")
         return figure

@@ -87,8 +87,8 @@ class Guesses:
         rnd.tokens[:, 1 : depth + 1] = self._table[places.clamp(max=MOST_TOKENS - 1)]
         rnd.parents[:, : depth + 1] = self._chain[: depth + 1]
         # A row that may emit one more token has no use for a draft; an idle one stays idle.
-        nodes = torch.where(rows.remaining == 1, 1, depth + 1)
-        rnd.num_nodes.copy_(torch.where(rnd.num_nodes > 0, nodes, 0))
+        nodes = depth + 1 - depth * (rows.remaining == 1)
+        rnd.num_nodes.copy_(nodes * (rnd.num_nodes > 0))
 
     def _chain_of(self, row: DraftRow) -> DraftTree:
         start, length = len(row.tokens), min(row.max_drafts, self.info.max_depth)

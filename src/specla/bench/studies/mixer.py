@@ -46,6 +46,7 @@ graph, is `round_over_ar`. Intervals are 95 %, bootstrapped over prompts."""
     drafters = (2, 2)
     prompts = 4
     recorded = ("tau", "draft_us", "slot_bytes")
+    max_nodes = 16
 
     def measure(self, lab: Lab) -> Iterator[Measurement]:
         """Both take turns at every length; then their rounds are counted."""
@@ -70,11 +71,13 @@ graph, is `round_over_ar`. Intervals are 95 %, bootstrapped over prompts."""
                 plots.line(axis, line, "length", name, label=mixer, capsize=2)
             plots.powers(axis, lengths)
             plots.label(axis, "tokens of the prompt", title)
+            axis.set_ylim(0)
         for m in found:
             style = "-" if m.at["mixer"] == "gdn" else ":"
             name = f"{m.at['mixer']}, {m.at['length']}"
             plots.points(axes[3], survival(m), label=name, linestyle=style)
         axes[3].set_ylim(0, 1)
+        plots.whole(axes[3])
         plots.label(axes[3], "drafts accepted", "of all rounds")
         return figure
 
@@ -135,7 +138,8 @@ def _measure(
             "slot_bytes": _slot_bytes(subject, prompts[0], lab),
             "parameters": sum(map(prod, expected_tensors(drafter.config).values())),
         }
-        yield measured({"length": length, "mixer": mixer}, scores.get((ALL, mixer)), figures)
+        at: dict[str, str | Value] = {"length": length, "mixer": mixer}
+        yield measured(at, scores.get((ALL, mixer)), figures, note=subject.note)
 
 
 def _drafting(subject: Subject) -> tuple[float, int]:
@@ -150,6 +154,7 @@ def _per_round(before: tuple[float, int], after: tuple[float, int]) -> float:
 
 
 def _slot_bytes(subject: Subject, prompt: Prompt, lab: Lab) -> int:
-    """Once the prompt has been read."""
-    with subject.under_way(prompt.text, replace(lab.params, ignore_eos=True)) as slot:
+    """Once the prompt has been read. The answer must not end before that is looked at."""
+    params = replace(lab.params, ignore_eos=True, max_tokens=MOST_LENGTH)
+    with subject.under_way(prompt.text, params) as slot:
         return _drafter(subject).model.mixer.slot_bytes(slot)

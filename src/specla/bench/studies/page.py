@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,7 @@ Run = Mapping[str, Any]
 """What a study ran on: date, commit, device, torch, triton, command, and more that is shown."""
 HEAD = ("date", "commit", "device", "torch", "triton", "command")
 
-COUNTED = ("prompts", "tokens", "parameters")
+COUNTED = ("prompts", "repeats", "tokens", "parameters")
 NOTE = (
     "An interval stands in parentheses. same: answers equal to plain decoding's, token for token; "
     "loops: those with a stretch that repeats, which is easy to draft; cut: those that the limit "
@@ -64,7 +65,9 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
         name: Ratio(**value) if isinstance(value, dict) else value
         for name, value in record["figures"].items()
     }
-    return Measurement(at=record["at"], figures=figures, missing=record["missing"])
+    return Measurement(
+        at=record["at"], figures=figures, missing=record["missing"], note=record["note"]
+    )
 
 
 def headers(found: Sequence[Measurement]) -> tuple[list[str], list[str]]:
@@ -85,6 +88,9 @@ def written(figure: Figure) -> str:
     """With its interval, if it has one."""
     if figure is None:
         return "-"
+    if isinstance(figure, Ratio) and figure.low == figure.high:
+        # Of one prompt: it has no interval.
+        return f"{figure.value:.2f}"
     if isinstance(figure, Ratio):
         return f"{figure.value:.2f} ({figure.low:.2f}-{figure.high:.2f})"
     if isinstance(figure, int):
@@ -150,7 +156,9 @@ def _draw(folder: Path, study: Study, found: Sequence[Measurement]) -> Path | No
 
     matplotlib.use("Agg")
     path = folder / f"{study.name}.png"
-    save(study.draw(there), path)
+    figure = study.draw(there)
+    figure.tight_layout()
+    save(figure, path)
     return path
 
 
@@ -165,7 +173,14 @@ def _page(study: Study, found: Sequence[Measurement], run: Run, plot: Path | Non
         f"![{study.name}]({plot.name})" if plot else "",
         markdown([*factors, *figures], rows),
         "Units: " + ", ".join(f"{name} in {what}" for name, what in units.items()) + ". " + NOTE,
+        _notes(found),
         "## What ran",
         markdown(("what", "value"), [(name, str(value)) for name, value in run.items()]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _notes(found: Sequence[Measurement]) -> str:
+    """What ran otherwise than asked, and how often."""
+    counted = Counter(one.note for one in found if one.note)
+    return "\n".join(f"- {count} of {len(found)} rows: {note}" for note, count in counted.items())

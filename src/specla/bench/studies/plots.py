@@ -63,14 +63,14 @@ def even(axis: Axis) -> None:
     axis.axhline(1.0, color="black", linewidth=0.8)
 
 
-def label(axis: Axis, x: str, y: str, title: str = "") -> None:
+def label(axis: Axis, x: str, y: str, title: str = "", *, legend: bool = True) -> None:
     """What an axis shows; the legend, if there are names for it."""
     axis.set_xlabel(x, fontsize=9)
     axis.set_ylabel(y, fontsize=9)
     axis.set_title(title, fontsize=9)
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25)
-    if axis.get_legend_handles_labels()[1]:
+    if legend and axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=7)
 
 
@@ -79,3 +79,18 @@ def powers(axis: Axis, given: Sequence[str | Value]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(list(given), [str(x) for x in given])
     axis.minorticks_off()
+
+
+def doubling(axis: Axis) -> None:
+    """A logarithmic axis upwards, in plain numbers."""
+    from matplotlib.ticker import ScalarFormatter
+
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter(ScalarFormatter())
+
+
+def whole(axis: Axis) -> None:
+    """An axis that counts."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -49,6 +49,7 @@ and 58 % with the reader) and table 2 (tau +5.97 % over training on without a st
     drafters = (1, 8)
     prompts = 16
     recorded = ("tau", "over_first", "first_token", "survival")
+    max_nodes = 16
 
     def measure(self, lab: Lab) -> Iterator[Measurement]:
         """All variants take turns; then their rounds are counted."""
@@ -73,6 +74,7 @@ and 58 % with the reader) and table 2 (tau +5.97 % over training on without a st
                 if (m.at["suite"], m.at["top_k"]) == (suite, width):
                     plots.points(axis, survival(m), label=m.at["drafter"], capsize=2)
             axis.set_ylim(0, 1)
+            plots.whole(axis)
             plots.label(axis, "drafts accepted", "of all rounds", f"{suite}, top_k {width}")
         for axis in axes[len(panels) :]:
             axis.remove()
@@ -140,7 +142,8 @@ def _counted(
             "over_first": counts.tau_over(mine, first),
         }
         where = {"suite": prompts[0].kind, **at, "drafter": name}
-        yield measured(where, scores.get((prompts[0].kind, name)), figures)
+        score = scores.get((prompts[0].kind, name))
+        yield measured(where, score, figures, note=subjects[name].note)
 
 
 def survival(one: Measurement) -> list[tuple[Value | str, Figure]]:

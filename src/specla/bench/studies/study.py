@@ -46,17 +46,19 @@ class Measurement:
     """One row of a study.
 
     at: where, factor by factor. figures: what was found, by the names of `UNITS`; a Ratio has
-    its interval over prompts. missing: why there are none.
+    its interval over prompts. missing: why there are none. note: what ran otherwise than asked.
     """
 
     at: Mapping[str, str | Value]
     figures: Mapping[str, Figure]
     missing: str | None = None
+    note: str | None = None
 
 
 UNITS: Mapping[str, str] = {
     "prompts": "prompts",
     "counted": "prompts",
+    "repeats": "repeats",
     "tokens": "tokens",
     "parameters": "parameters",
     "speed": "tokens/s",
@@ -110,6 +112,11 @@ class Subject:
         fresh: Callable[[], Drafter] | None = None,
     ) -> None:
         self.engine, self.encode, self._fresh = engine, encode, fresh
+
+    @property
+    def note(self) -> str | None:
+        """What runs otherwise than asked, if anything does."""
+        return self.engine.drafter.info.fallback
 
     def answer(self, texts: Sequence[str], params: SamplingParams) -> list[Completion]:
         """Answers to all of them, as many at once as there are slots.
@@ -226,7 +233,8 @@ class Study(Protocol):
     name: of its command and folder. about: markdown, what is measured and how to read it.
     factors: values by default. centre: where the others stand while one is varied; empty: all
     combinations. drafters: how many it takes, at least and at most. prompts: of each suite, by
-    default; None: all. recorded: figures that go into results.csv.
+    default; None: all. recorded: figures that go into results.csv. max_nodes: of a tree, by
+    default; None: a factor settles it.
     """
 
     name: str
@@ -236,6 +244,7 @@ class Study(Protocol):
     drafters: tuple[int, int]
     prompts: int | None
     recorded: tuple[str, ...]
+    max_nodes: int | None
 
     def measure(self, lab: Lab) -> Iterator[Measurement]:
         """Measurements as they are made.
@@ -251,12 +260,16 @@ class Study(Protocol):
 
 
 def measured(
-    at: Mapping[str, str | Value], score: Score | None, more: Mapping[str, Figure] | None = None
+    at: Mapping[str, str | Value],
+    score: Score | None,
+    more: Mapping[str, Figure] | None = None,
+    *,
+    note: str | None = None,
 ) -> Measurement:
     """A score's figures under their names here, and more of them."""
     if score is None:
         why = "no prompt was answered by it and by plain decoding in the time that there was"
-        return Measurement(at=at, figures={}, missing=why)
+        return Measurement(at=at, figures={}, missing=why, note=note)
     figures: dict[str, Figure] = {
         "prompts": score.prompts - score.failed,
         "tokens": score.tokens,
@@ -268,7 +281,7 @@ def measured(
         "loops": score.looping,
         "cut": score.unended,
     }
-    return Measurement(at=at, figures={**figures, **(more or {})})
+    return Measurement(at=at, figures={**figures, **(more or {})}, note=note)
 
 
 def require_whole(factor: str, values: Sequence[Value], least: int, most: int) -> list[int]:

@@ -32,6 +32,7 @@ all that the drafter proposes is verified. Plain decoding takes turns with every
     drafters = (1, 1)
     prompts = 8
     recorded = ("ratio", "tau")
+    max_nodes = None
 
     def measure(self, lab: Lab) -> Iterator[Measurement]:
         """The centre first: if that cannot be had, nothing can."""
@@ -62,7 +63,7 @@ all that the drafter proposes is verified. Plain decoding takes turns with every
                 if factor in COUNTS:
                     plots.powers(axis, plots.values(line, factor))
                 what = {"tau": "tokens per round", "ratio": "speed over plain decoding"}[name]
-                plots.label(axis, factor, what)
+                plots.label(axis, factor, what, legend=axis is panels[0])
             plots.even(panels[len(self.factors) + i])
         return figure
 
@@ -82,4 +83,5 @@ def _measure(lab: Lab, at: Mapping[str, Value], until: float) -> Iterator[Measur
     name = subject.engine.drafter.info.name
     scores = lab.take_turns({name: subject}, lab.prompts, until)
     for suite in lab.suites():
-        yield measured({**at, "suite": suite}, scores.get((suite, name)))
+        score = scores.get((suite, name))
+        yield measured({**at, "suite": suite}, score, note=subject.note)
