@@ -72,7 +72,13 @@ class DeviceRandomTrees:
     def reset(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
+    def depths(self, num_nodes: int) -> tuple[int, ...]:
+        """As deep as trees of so many nodes can be."""
+        return (num_nodes - 1,)
+
+    def launch(
+        self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None, *, depth: int
+    ) -> None:
         """See `DeviceDrafter`."""
         draft_random_tree(rows.seed, rows.len_tokens, rnd, vocab_size=self._vocab_size)
 

@@ -14,19 +14,23 @@ from specla.topology.tree import DraftTree
 
 @dataclass
 class Stairs:
-    """Costs of a round in microseconds: `fixed` and `each` per node of a row and bucket."""
+    """Costs of a round in microseconds: `fixed` and `each` per node of a row and bucket; of a
+    call, `draft` and `level` per level."""
 
     fixed: float = 1000.0
     each: float = 10.0
     draft: float | None = 50.0
+    level: float = 0.0
     padded: bool = True
 
     def round_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float:
         width = 1 << (nodes - 1).bit_length() if self.padded else nodes
         return self.fixed + self.each * rows * width
 
-    def draft_us(self, rows: int, nodes: int) -> float | None:
-        return self.draft
+    def draft_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float | None:
+        if self.draft is None or depth is None:
+            return self.draft
+        return self.draft + self.level * depth
 
 
 @dataclass

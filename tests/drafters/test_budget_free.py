@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 from budget_world import Stairs
 
+from specla.drafters.base import Shape
 from specla.drafters.budget import SWITCH_ON
-from specla.drafters.budget_free import LOADING, FreeBudget
+from specla.drafters.budget_free import LOADING, PLAIN, FreeBudget
 
 LIGHT = Stairs(fixed=900, each=10, draft=20)
 DEAR = Stairs(fixed=100, each=60, draft=30)
+# A drafted level of trees costs something whatever its nodes.
+LEVELS = Stairs(fixed=900, each=10, draft=40, level=35)
 ROUNDS = {1: 1200, 16: 300, 64: 150}
+CHAINS = [Shape(n, n - 1) for n in (1, 2, 4, 8, 16)]
+TREES = [Shape(*s) for s in ((2, 1), (4, 2), (4, 3), (8, 4), (8, 6), (16, 4), (16, 6))]
 
 
 @dataclass
@@ -23,38 +30,47 @@ class Run:
 
     tokens: float = 0.0
     steps: float = 0.0
-    nodes: list[int] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[int]:
+        return [shape.nodes for shape in self.shapes]
 
     @property
     def loads(self) -> int:
-        return sum(a != b for a, b in zip(self.nodes, self.nodes[1:], strict=False))
+        return sum(a != b for a, b in zip(self.shapes, self.shapes[1:], strict=False))
 
     @property
     def speed(self) -> float:
         return self.tokens / (self.steps + self.loads * LOADING / 2)
 
 
-def steps_of(costs: Stairs, rows: int, nodes: int) -> float:
-    draft = (costs.draft or 0.0) if nodes > 1 else 0.0
-    return (costs.round_us(rows, nodes) + draft) / costs.round_us(rows, 1)
+def steps_of(costs: Stairs, rows: int, shape: Shape) -> float:
+    draft = (costs.draft_us(rows, shape.nodes, depth=shape.depth) or 0.0) if shape.depth else 0.0
+    return (costs.round_us(rows, shape.nodes) + draft) / costs.round_us(rows, 1)
+
+
+Law = Callable[[Shape], float]
+"""Probability that a path of such a round goes a step further."""
 
 
 def play(
-    budget: FreeBudget, costs: Stairs, p: float, rows: int, rounds: int, seed: int = 0
+    budget: FreeBudget, costs: Stairs, p: float | Law, rows: int, rounds: int, seed: int = 0
 ) -> Run:
     rng, run = random.Random(seed), Run()
     for _ in range(rounds):
-        nodes = budget.width(rows)
+        shape = budget.width(rows)
+        odds = p if isinstance(p, float) else p(shape)
         reached = []
         for _ in range(rows):
             depth = 0
-            while depth < nodes - 1 and rng.random() < p:
+            while depth < shape.depth and rng.random() < odds:
                 depth += 1
             reached.append(depth)
-        budget.observe(reached, [depth + 1 for depth in reached], nodes)
+        budget.observe(reached, [depth + 1 for depth in reached], shape)
         run.tokens += 1 + sum(reached) / rows
-        run.steps += steps_of(costs, rows, nodes)
-        run.nodes.append(nodes)
+        run.steps += steps_of(costs, rows, shape)
+        run.shapes.append(shape)
     return run
 
 
@@ -62,16 +78,15 @@ def play(
 @pytest.mark.parametrize("rows", ROUNDS)
 @pytest.mark.parametrize("p", [0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 def test_close_to_the_best_size(p: float, rows: int, costs: Stairs) -> None:
-    run = play(FreeBudget(16, costs), costs, p, rows, ROUNDS[rows])
-    sizes = (1, 2, 4, 8, 16)
-    best = max(sum(p**i for i in range(n)) / steps_of(costs, rows, n) for n in sizes)
+    run = play(FreeBudget(CHAINS, costs), costs, p, rows, ROUNDS[rows])
+    best = max(sum(p**i for i in range(s.nodes)) / steps_of(costs, rows, s) for s in CHAINS)
     assert run.speed >= 0.97
     # A gain as small as the hysteresis may be left alone.
     assert run.speed >= 0.95 * best or best <= SWITCH_ON
 
 
 def test_a_sudden_change_either_way() -> None:
-    budget = FreeBudget(16, LIGHT)
+    budget = FreeBudget(CHAINS, LIGHT)
     assert play(budget, LIGHT, 0.9, 1, 400).nodes[-1] == 16
     worse = play(budget, LIGHT, 0.0, 1, 1500)
     assert worse.speed >= 0.97
@@ -81,12 +96,12 @@ def test_a_sudden_change_either_way() -> None:
 
 def test_the_device_is_not_loaded_all_the_time() -> None:
     for p in (0.0, 0.3, 0.5, 0.6):
-        assert play(FreeBudget(16, DEAR), DEAR, p, 1, 1000).loads <= 50
+        assert play(FreeBudget(CHAINS, DEAR), DEAR, p, 1, 1000).loads <= 50
 
 
 def test_drafting_that_costs_many_steps_is_looked_at_too() -> None:
     costs = Stairs(fixed=900, each=10, draft=2000.0)
-    budget = FreeBudget(16, costs)
+    budget = FreeBudget(CHAINS, costs)
     assert play(budget, costs, 0.0, 1, 2500).speed >= 0.97
     # Three steps must give three tokens: 1 + p + p^2 + ... over 16 nodes.
     assert "break-even p 0.7" in budget.detail
@@ -94,16 +109,35 @@ def test_drafting_that_costs_many_steps_is_looked_at_too() -> None:
 
 
 def test_fixed_is_one_size() -> None:
-    budget = FreeBudget(16, DEAR, fixed=4)
+    budget = FreeBudget(CHAINS, DEAR, fixed=Shape(4, 3))
     assert set(play(budget, DEAR, 0.0, 2, 100).nodes) == {4}
     assert budget.reason == "fixed"
 
 
 def test_it_says_why() -> None:
-    budget = FreeBudget(16, DEAR)
+    budget = FreeBudget(CHAINS, DEAR)
     play(budget, DEAR, 0.0, 16, 40)
     assert budget.detail.startswith(f"{budget.reason}: break-even p 0.9")
-    budget = FreeBudget(16, LIGHT)
+    budget = FreeBudget(CHAINS, LIGHT)
     play(budget, LIGHT, 0.9, 1, 100)
-    assert budget.detail.startswith("pays: 16 nodes, ")
+    assert budget.detail.startswith("pays: 16 nodes, depth 15, ")
     assert budget.expected(15) > 5
+
+
+@pytest.mark.parametrize("easy", [0.0, 0.3, 0.6, 0.75])
+@pytest.mark.parametrize("rows", ROUNDS)
+def test_close_to_the_best_shape_of_trees(easy: float, rows: int) -> None:
+    """More nodes go further at every step, and what one size has seen is not the others' odds."""
+
+    def law(shape: Shape) -> float:
+        width = max(1.0, shape.nodes / (shape.depth + 1))
+        return 1 - (1 - easy) * 0.85 ** math.log2(width) if easy else 0.0
+
+    def speed(shape: Shape) -> float:
+        tokens = sum(law(shape) ** i for i in range(shape.depth + 1))
+        return tokens / steps_of(LEVELS, rows, shape)
+
+    run = play(FreeBudget(TREES, LEVELS), LEVELS, law, rows, 3 * ROUNDS[rows])
+    best = max(speed(shape) for shape in (PLAIN, *TREES))
+    assert run.speed >= 0.97
+    assert run.speed >= 0.93 * best or best <= SWITCH_ON

@@ -26,7 +26,7 @@ class Bumpy:
     def round_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float:
         return self._us[nodes - 1]
 
-    def draft_us(self, rows: int, nodes: int) -> float | None:
+    def draft_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float | None:
         return None
 
 

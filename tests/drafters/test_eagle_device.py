@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,8 @@ class Game:
         self.features = Features(layers, room)
         self.rounds = DeviceRounds(max_nodes, target.device)
         self.drafted = self.accepted = 0
+        self.depth: int | None = None
+        """Of the trees, where it is not as deep as they go."""
 
     def start(self, slot: int, prompt: int) -> None:
         """A prompt of that many tokens, in the state but for its last one."""
@@ -103,7 +106,9 @@ class Game:
         """Draft with both; accept something; what `last` names has one token to go."""
         for b, slot in enumerate(slots):
             arrays.remaining[b] = 1 if slot in last else 50
-        self.device.launch(arrays, rnd, self.features)
+        depth = self.device.depths(rnd.tokens.shape[1])[-1] if self.depth is None else self.depth
+        self.device.launch(arrays, rnd, self.features, depth=depth)
+        self.eager.info = replace(self.eager.info, max_depth=depth)
         want = self.eager.draft([self.row(slot, rnd, slot in last) for slot in slots])
         for b, tree in enumerate(want):
             n = int(rnd.num_nodes[b])
@@ -142,7 +147,19 @@ class Game:
             seen.append(Observation(slot=slot, tree=tree, path=tuple(path), emitted=emitted))
             at += [b * rnd.tokens.shape[1] + node for node in path]
             self.drafted, self.accepted = self.drafted + tree.num_drafts, self.accepted + len(path)
+            self.deepest = max(tree.depths())
         self.eager.feed(seen, self.features.rows(at))
+
+    def rest(self, slot: int, count: int) -> None:
+        """So many rounds that nobody drafted for, fed at once."""
+        vocab = self.target.info.vocab_size
+        emitted = tuple(self.rng.randrange(vocab) for _ in range(count))
+        given = self.noise(count).transpose(0, 1).flatten(1)
+        tree = DraftTree.chain(self.texts[slot][-1], emitted[:-1])
+        seen = [Observation(slot=slot, tree=tree, path=tuple(range(count)), emitted=emitted)]
+        for one in (self.eager, self.device):
+            one.feed(seen, given)
+        self.texts[slot] += emitted
 
     def check_states(self, slots: Sequence[int]) -> None:
         """Both say the same about every row, now that both have encoded all of it."""
@@ -183,8 +200,10 @@ def test_rounds_on_the_device_and_back(tmp_path: Path, target: TargetModel) -> N
     play.check_states([1])
     play.start(2, 5)
     slots = [2, 1]
-    rnd, arrays = play.load(slots, 2)
+    rnd, arrays = play.load(slots, 8)
+    play.depth = 2
     play.round(slots, rnd, arrays)
+    assert play.deepest == 2
     play.device.leave(slots, rnd, play.features)
     play.check_states(slots)
     assert play.accepted > 8
@@ -202,6 +221,24 @@ def test_a_chain_and_rounds_without_drafts(tmp_path: Path, target: TargetModel) 
         play.device.leave([1], rnd, play.features)
     play.check_states([1])
     assert play.drafted == 3 + 3
+
+
+@needs_interpreter
+def test_what_came_while_it_rested(
+    tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens than are encoded at once, on top of a path that waits."""
+    monkeypatch.setattr("specla.drafters.eagle_buffers.CHUNK", 4)
+    play = game(tmp_path, target, 2, top_k=1, max_depth=1)
+    assert play.device._max_tokens == 4
+    play.start(1, 3)
+    for count in (6, 1):
+        rnd, arrays = play.load([1], 2)
+        play.round([1], rnd, arrays)
+        play.device.leave([1], rnd, play.features)
+        play.rest(1, count)
+    play.check_states([1])
+    assert play.drafted == 2
 
 
 def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from specla.drafters.base import Drafter, DraftRow, FeatureDrafter
+from specla.drafters.base import Drafter, DraftRow, FeatureDrafter, Shape
 from specla.drafters.ngram import NgramDrafter
 from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
 from specla.engine.flight import Flight, to_verdict
 from specla.engine.graphs import GraphRounds, is_device_row
+from specla.engine.resting import Resting
 from specla.engine.running import Running
 from specla.models.features import Features
 from specla.sampling.accept import RowLaw, Verdict, accept
@@ -43,15 +45,18 @@ class Place:
 class Behind(GraphRounds):
     """Free rounds whose bookkeeping is the engine's own, over a CPU's model and state."""
 
+    most_rested = 5
+
     def __init__(self, engine: Engine) -> None:
         self._model, self._state, self._drafter = engine.model, engine.state, engine.drafter
         self._max_nodes = engine.state.max_nodes
         self._flight, self._width, self._key = Flight(), None, (1, 1)
+        self._max_rows, self._depth, self._resting = bucket(engine.state.pool.num_slots), 0, None
         self._places: list[Place] = []
         self.resting = False
         self._words: list[list[Words]] = [[], []]
         self._count = 0
-        self.size = (1, 1)
+        self.size, self.depth = (1, 1), 0
         drafter = self._drafter
         self.features = (
             Features(drafter.feature_layers) if isinstance(drafter, FeatureDrafter) else None
@@ -63,6 +68,7 @@ class Behind(GraphRounds):
         return self._count
 
     def _load(self, rows: Sequence[Running]) -> None:
+        self._rest()
         self._flight.load(rows)
         logs = self._state.logs
         self._places = [
@@ -71,18 +77,30 @@ class Behind(GraphRounds):
         ]
         same = isinstance(self._drafter, NgramDrafter)
         self._device_drafter: Drafter = NgramDrafter() if same else self._drafter
-        if self.resting:
+        if not self._depth:
             self._device_drafter = NoDrafter()
 
-    def _launch(self) -> list[tuple[Running, Verdict]]:
+    def _start(self) -> None:
         self._words[self._count % 2] = self._round()
-        before = self._read() if self._flight.unread else []
-        self._flight.unread = True
-        self._count += 1
-        return before
+
+    def _new_resting(self) -> Resting:
+        assert self.features is not None
+        layers, width = len(self.features.layers), self._model.info.hidden_size
+        made = Resting(torch.empty(layers, 1, width), self._max_rows)
+        made.most = min(made.most, self.most_rested)
+        return made
+
+    def _outputs(self) -> Tensor:
+        """By place; an idle one's are nothing."""
+        assert self.features is not None
+        rows = self.features.rows().unflatten(-1, (len(self.features.layers), -1))
+        found = torch.full((rows.shape[1], len(self._places), rows.shape[2]), float("nan"))
+        for b, row in zip(self._live, rows, strict=False):
+            found[:, b] = row
+        return found
 
     def _read(self) -> list[tuple[Running, Verdict]]:
-        self.size = self._key
+        self.size, self.depth = self._key, self._depth
         return self._flight.read(self._words[(self._count - 1) % 2])
 
     def _land(self) -> None:
@@ -93,7 +111,7 @@ class Behind(GraphRounds):
 
     def _round(self) -> list[Words]:
         words: list[Words] = [[0] * 5 for _ in self._places]
-        live = [b for b, place in enumerate(self._places) if place.live]
+        self._live = live = [b for b, place in enumerate(self._places) if place.live]
         if not live:
             return words
         places = [self._places[b] for b in live]
@@ -115,11 +133,14 @@ class Behind(GraphRounds):
 
     def _draft_row(self, place: Place) -> DraftRow:
         law = place.law
+        drafts = min(self._key[1], self._max_nodes) - 1
+        if isinstance(self._device_drafter, NgramDrafter):
+            drafts = min(drafts, self._depth)
         return DraftRow(
             slot=place.slot,
             tokens=law.history,
             num_prompt_tokens=law.num_prompt_tokens,
-            max_drafts=0 if law.remaining == 1 else min(self._key[1], self._max_nodes) - 1,
+            max_drafts=0 if law.remaining == 1 else drafts,
             seed=law.seed,
         )
 
@@ -172,14 +193,14 @@ class Turns:
 
     reason, detail = "pays", "pays: so it goes"
 
-    def __init__(self, sizes: Sequence[int], every: int) -> None:
-        self._sizes, self._every, self.seen = sizes, every, list[tuple[int, int]]()
+    def __init__(self, shapes: Sequence[Shape], every: int) -> None:
+        self._shapes, self._every, self.seen = shapes, every, list[tuple[Shape, int]]()
 
-    def width(self, rows: int) -> int:
-        return self._sizes[len(self.seen) // self._every % len(self._sizes)]
+    def width(self, rows: int) -> Shape:
+        return self._shapes[len(self.seen) // self._every % len(self._shapes)]
 
-    def observe(self, reached: Sequence[int], emitted: Sequence[int], nodes: int) -> None:
-        self.seen.append((nodes, max(reached)))
+    def observe(self, reached: Sequence[int], emitted: Sequence[int], shape: Shape) -> None:
+        self.seen.append((shape, max(reached)))
 
     def expected(self, depth: int) -> float:
         return 0.5 * depth

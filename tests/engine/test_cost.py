@@ -389,5 +389,5 @@ def test_graphs_say_what_verifies_them(monkeypatch: pytest.MonkeyPatch) -> None:
         rounds._model, rounds._choices = Model(), None  # type: ignore[assignment]
         rounds._state = SimpleNamespace(fold_threshold=0)  # type: ignore[assignment]
         one = SimpleNamespace(rnd=tokens, rows=None, verdicts=None, features=None, logits=None)
-        rounds._launches(one, drafts=False)  # type: ignore[arg-type]
+        rounds._launches(one, depth=0)  # type: ignore[arg-type]
     assert asked == ["walk 2 8", "closed 2 8"]

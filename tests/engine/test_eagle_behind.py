@@ -7,7 +7,7 @@ What the drafter launches is played by its eager form; `slow`: by its kernels, i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +27,6 @@ from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.request import Request
-from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
@@ -51,19 +50,9 @@ class EagerLayer:
     """`eagle_layer.EagleLayer` by the eager drafter's own means, over what a device has."""
 
     def __init__(self, drafter: EagleDrafter) -> None:
-        self._drafter = drafter
+        self._drafter, self._info = drafter, drafter.info
 
-    def take_in(
-        self, slots: Sequence[int], cursors: object, tokens: Sequence[Sequence[int]],
-        features: Tensor,
-    ) -> None:  # fmt: skip
-        # What commits is the caller.
-        logs = self._drafter.model.mixer.state.logs  # type: ignore[attr-defined]
-        before = [copy(logs[slot]) for slot in slots]
-        self._drafter.model.encode(slots, tokens, features)
-        for slot, log in zip(slots, before, strict=True):
-            for name in type(log).__slots__:
-                setattr(logs[slot], name, getattr(log, name))
+    level_bytes = 0
 
     def load(self, values: Sequence[tuple[int, int, bool]]) -> None:
         self._started = [started for _, _, started in values]
@@ -76,7 +65,7 @@ class EagerLayer:
             for b, log in enumerate(self._logs)
         ]
 
-    def __call__(self, arrays: RowArrays, rnd: DeviceRound, features: Tensor) -> None:
+    def __call__(self, arrays: RowArrays, rnd: DeviceRound, features: Tensor, depth: int) -> None:
         drafter, slots = self._drafter, rnd.slot.tolist()[: len(self._started)]
         live = [b for b in range(len(slots)) if rnd.num_nodes[b]]
         self._logs = [drafter.model.mixer.state.logs[slot] for slot in slots]  # type: ignore[attr-defined]
@@ -101,7 +90,9 @@ class EagerLayer:
             )
             for b in wanted
         ]  # fmt: skip
-        for b, tree in zip(wanted, drafter._grow(rows), strict=True):
+        drafter.info = replace(drafter.info, max_depth=depth)
+        trees, drafter.info = drafter._grow(rows), self._info
+        for b, tree in zip(wanted, trees, strict=True):
             n = rnd.num_nodes[b] = tree.num_nodes
             rnd.tokens[b, :n] = torch.tensor(tree.tokens)
             rnd.parents[b, :n] = torch.tensor(tree.parents)
@@ -118,6 +109,8 @@ class Played(DeviceEagle):
     def _max_tokens(self) -> int:
         return 3
 
+    _take_in = EagleDrafter._take_in
+
 
 class Resident(Behind):
     """Also has the arrays that a resident drafter reads and writes."""
@@ -127,7 +120,7 @@ class Resident(Behind):
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
         logs = [place.log for place in self._places]
         slots = [place.slot for place in self._places]
-        plan = self._state.rounds.plan(slots, logs, trees, num_nodes=bucket(self._max_nodes))
+        plan = self._state.rounds.plan(slots, logs, trees, num_nodes=self._key[1])
         self._rnd = plan.round
         self._arrays = RowArrays(*[torch.zeros(self._rnd.slot.shape[0], dtype=torch.int32)] * 6)
         width, layers = self._model.info.hidden_size, self._drafter.feature_layers
@@ -138,10 +131,11 @@ class Resident(Behind):
         return self._rnd, self._padded
 
     def _draft(self, live: Sequence[int], places: Sequence[Place]) -> list[DraftTree]:
+        if not self._depth:
+            return super()._draft(live, places)
         for b, place in zip(live, places, strict=True):
             self._arrays.remaining[b] = place.law.remaining
-        self._drafter.launch(self._arrays, self._rnd, self._padded)
-        self._live = list(live)
+        self._drafter.launch(self._arrays, self._rnd, self._padded, depth=self._depth)
         return [
             DraftTree(self._rnd.tokens[b, :n].tolist(), self._rnd.parents[b, :n].tolist())
             for b, n in ((b, int(self._rnd.num_nodes[b])) for b in live)
@@ -149,8 +143,9 @@ class Resident(Behind):
 
     def _round(self):  # type: ignore[no-untyped-def]
         """As `sampling.triton.accept` leaves it."""
-        self._live = []
         words, rnd = super()._round(), self._rnd
+        if not self._depth:
+            return words
         sizes = [int(rnd.num_nodes[b]) for b in self._live]
         rows = iter(self.features.rows().split(sizes)) if self._live else iter(())
         for b, size, given in zip(self._live, sizes, rows, strict=False):
@@ -233,12 +228,13 @@ def test_another_drafter_gets_its_own_graphs(tmp_path: Path, target: TargetModel
     path = folder(tmp_path, target)
     engine = make_engine(target, Played(path=path, **OPTIONS), slots=2)  # type: ignore[arg-type]
     rounds = resident(engine)
-    graphs = {True: "drafts", False: "does not"}
-    rounds._buckets = {(1, 8): SimpleNamespace(graphs=graphs)}  # type: ignore[dict-item]
+    graphs = {3: "drafts", 2: "drafts", 0: "does not"}
+    one = SimpleNamespace(graphs=graphs)
+    rounds._buckets = {(1, 8): one}  # type: ignore[dict-item]
     again = Played(path=path, **OPTIONS)  # type: ignore[arg-type]
     engine.use(again)
     assert rounds._drafter is again
-    assert graphs == {False: "does not"}
+    assert one.graphs == {0: "does not"}
 
 
 @pytest.mark.parametrize(

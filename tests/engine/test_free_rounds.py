@@ -22,7 +22,7 @@ from engine_harness import (
 from engine_requests import LONG, LOOP, PROMPTS, WALK, mixed
 
 from specla import drafters
-from specla.drafters.base import Drafter, DraftRow, Observation
+from specla.drafters.base import Drafter, DraftRow, Observation, Shape
 from specla.engine.engine import Engine
 from specla.engine.kernels import Kernels
 from specla.engine.prices import Prices
@@ -207,14 +207,15 @@ def test_nothing_to_draw(
 def test_another_number_of_nodes_changes_nothing(target: TargetModel, every: int) -> None:
     """The budget's number of nodes is that of the round, and every round is in the results."""
     engine = make_engine(target, drafters.build("ngram"), slots=3, log=5, budget="paying")
-    rounds, turns = behind(engine), Turns((8, 1, 2, 4), every)
+    shapes = Shape(8, 7), Shape(1, 0), Shape(2, 1), Shape(4, 2)
+    rounds, turns = behind(engine), Turns(shapes, every)
     assert engine.spending is not None
     engine.spending.free = turns  # type: ignore[assignment]
     rounds._width = engine._width
     run = run_behind(engine, rounds, FREE, every=2)
     assert run.outcomes() == {n: outcome(c) for n, c in plain(target, FREE).items()}
-    assert {nodes for nodes, _ in turns.seen} == {1, 2, 4, 8}
-    assert all(depth < nodes for nodes, depth in turns.seen)
+    assert {shape.nodes for shape, _ in turns.seen} == {1, 2, 4, 8}
+    assert all(depth <= shape.depth for shape, depth in turns.seen)
     for one in run.completions.values():
         s = one.speculation
         assert s.budget is not None
@@ -237,7 +238,7 @@ def test_a_round_is_counted_as_what_it_was_launched_for(target: TargetModel) -> 
     engine = make_engine(target, drafters.build("ngram"), slots=1, log=5, budget="paying")
     rounds = behind(engine)
     assert engine.spending is not None
-    engine.spending.free = Numbered((4,), 1)  # type: ignore[assignment]
+    engine.spending.free = Numbered([Shape(4, 3)], 1)  # type: ignore[assignment]
     rounds._width = engine._width
     run = run_behind(engine, rounds, [request("r", LOOP, seed=2, max_tokens=25)])
     s = run.completions["r"].speculation
@@ -287,7 +288,7 @@ def test_a_number_of_drafts_that_a_graph_cannot_have_is_refused(target: TargetMo
     with pytest.raises(ConfigError, match="one below a power of two, got 4; use 7"):
         Spending("4", drafters.build("ngram"), 16, prices, Decisions(), on_device=True)
     made = Spending("3", drafters.build("ngram"), 16, prices, Decisions(), on_device=True)
-    assert made.width(5) == 4
+    assert made.width(5) == (4, 3)
 
 
 def test_graphs_stay_with_their_kind_of_drafter(target: TargetModel) -> None:

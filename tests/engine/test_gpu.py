@@ -17,7 +17,7 @@ from behind import Turns
 from torch import Tensor
 
 from specla.bench.random_model import RandomGDN, gdn_1_3b
-from specla.drafters.base import Drafter, DraftRow
+from specla.drafters.base import DeviceDrafter, Drafter, DraftRow, Shape
 from specla.drafters.ngram import NgramDrafter
 from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
@@ -78,7 +78,9 @@ def new_engine(
     if turns:
         assert engine.spending is not None
         assert engine.spending.free is not None
-        engine.spending.free = Turns(turns, every=7)  # type: ignore[assignment]
+        assert isinstance(drafter, DeviceDrafter)
+        wanted = [Shape(nodes, drafter.depths(nodes)[-1]) for nodes in turns]
+        engine.spending.free = Turns(wanted, every=7)  # type: ignore[assignment]
     return engine, state
 
 

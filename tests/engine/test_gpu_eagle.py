@@ -7,17 +7,19 @@ its trees are the eager drafter's. GDN-1.3B's shape in a few layers, random weig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from behind import Turns
 from eagle_toy import toy_config, write_drafter
 from test_eagle_device import Game
 
 from specla.bench.random_model import RandomGDN, gdn_1_3b
-from specla.drafters.base import Drafter
-from specla.drafters.eagle_device import DeviceEagle
+from specla.drafters.base import DeviceDrafter, Drafter, Shape
+from specla.drafters.eagle import EagleDrafter
 from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
 from specla.request import Request, SamplingParams
@@ -68,17 +70,27 @@ def test_the_trees_are_the_eager_drafters(tmp_path: Path) -> None:
         play.round(slots, rnd, arrays, last)
     play.device.leave(slots, rnd, play.features)
     play.check_states(slots)
+    for slot, rested in zip(slots, (1, 70, 200), strict=True):
+        play.rest(slot, rested)
+    play.check_states(slots)
     assert play.most > 100
     assert play.shared / play.most > 0.95
 
 
-def decode(drafter: Drafter, max_nodes: int) -> tuple[dict[str, tuple[int, ...]], object]:
+def decode(
+    drafter: Drafter, max_nodes: int, turns: Sequence[Shape] = ()
+) -> tuple[dict[str, tuple[int, ...]], object]:
     model = target(6, torch.bfloat16)
     state = State(
         model.info.recurrent, num_slots=4, max_nodes=max_nodes, log_capacity=16,
         dtype=model.dtype, device=model.device,
     )  # fmt: skip
-    engine = Engine(model, state, drafter, mode="exact", prefill_chunk=256, budget="off")
+    budget = "paying" if turns else "off"
+    engine = Engine(model, state, drafter, mode="exact", prefill_chunk=256, budget=budget)
+    assert isinstance(engine.drafter, DeviceDrafter)
+    if turns:
+        assert engine.spending is not None
+        engine.spending.free = Turns(turns, every=5)  # type: ignore[assignment]
     for i in range(7):
         params = SamplingParams(
             temperature=0.8 * (i % 3 == 2), max_tokens=40 + 7 * i, ignore_eos=True
@@ -97,6 +109,15 @@ def decode(drafter: Drafter, max_nodes: int) -> tuple[dict[str, tuple[int, ...]]
 def test_no_token_changes_and_runs_repeat(tmp_path: Path) -> None:
     plain, _ = decode(NoDrafter(), 1)
     path = folder(tmp_path, target(6, torch.bfloat16))
-    one, two = (decode(DeviceEagle(path=path), 16) for _ in "ab")
+    one, two = (decode(EagleDrafter(path=path), 16) for _ in "ab")
+    assert one[0] == plain
+    assert one == two
+
+
+def test_shapes_and_rest_by_turns_change_no_token(tmp_path: Path) -> None:
+    plain, _ = decode(NoDrafter(), 1)
+    path = folder(tmp_path, target(6, torch.bfloat16))
+    turns = Shape(16, 6), Shape(1, 0), Shape(8, 4), Shape(2, 1), Shape(1, 0), Shape(16, 4)
+    one, two = (decode(EagleDrafter(path=path), 16, turns) for _ in "ab")
     assert one[0] == plain
     assert one == two

@@ -228,7 +228,8 @@ class Profile:
             return self._time_host_draft(rows)
         arrays, rnd = self._rows(rows, HISTORY), self._state.rounds.round(rows, self._nodes)
         rnd.num_nodes.fill_(1)
-        return self._time(lambda: drafter.launch(arrays, rnd))
+        depth = drafter.depths(self._nodes)[-1]
+        return self._time(lambda: drafter.launch(arrays, rnd, depth=depth))
 
     def _time_host_draft(self, rows: int) -> Found:
         """In an engine of its own, which is what hands a drafter its rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from specla.topology.tree import DraftTree
 
@@ -54,7 +54,8 @@ class DrafterInfo:
     name: what reports print. max_depth: deepest draft it can propose. may_return_nothing: an
     ordinary round of one node can happen. variant: what else a call's cost depends on, options
     and checkpoint (`options.described`); empty: nothing. fallback: why it drafts otherwise than
-    it would elsewhere, for results; None: it does not.
+    it would elsewhere, for results; None: it does not. level_bytes: of weights that a level of
+    drafts reads on the device; 0: next to nothing, or it does not draft there.
     """
 
     name: str
@@ -62,6 +63,7 @@ class DrafterInfo:
     may_return_nothing: bool
     variant: str = ""
     fallback: str | None = None
+    level_bytes: int = 0
 
     @property
     def priced_as(self) -> str:
@@ -134,18 +136,40 @@ class StateDrafter(Drafter, Protocol):
         ...
 
 
+class Shape(NamedTuple):
+    """Of the rounds that one CUDA graph serves: nodes per row, a power of two, and the depth that
+    it drafts to. Depth 0 does not draft."""
+
+    nodes: int
+    depth: int
+
+
 @runtime_checkable
 class DeviceDrafter(Protocol):
     """A drafter that can also draft on the device, inside a CUDA graph: same proposals."""
 
-    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
+    def depths(self, num_nodes: int) -> tuple[int, ...]:
+        """Depths to choose from for trees of up to so many nodes, increasing, one at least; the
+        last is as deep as it goes."""
+        ...
+
+    def launch(
+        self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None, *, depth: int
+    ) -> None:
         """Write tokens, parents and num_nodes of every live row (num_nodes > 0); node 0's token
         is there already, and rnd.path has room for as many nodes as a tree may have. Kernel
         launches only: no allocation, no host synchronisation. `observe` is not called.
 
         features: with room, for a drafter that reads them: of the rows' last round, whose
-        accepted nodes are still rnd.path, unless the rows have only just come."""
+        accepted nodes are still rnd.path, unless the rows have only just come. depth: of the
+        deepest draft, one of `depths`."""
         ...
+
+
+def shapes(drafter: DeviceDrafter, max_nodes: int) -> tuple[Shape, ...]:
+    """All there are of rounds that it drafts for. max_nodes: of a tree, a power of two."""
+    sizes = [1 << i for i in range(max_nodes.bit_length())]
+    return tuple(Shape(n, depth) for n in sizes for depth in drafter.depths(n))
 
 
 @runtime_checkable
@@ -164,7 +188,7 @@ class TwofoldDrafter(Protocol):
 @runtime_checkable
 class ResidentDrafter(FeatureDrafter, DeviceDrafter, Protocol):
     """One that also keeps on the device what it knows of the rows, round after round; `feed` is
-    not called for those rounds."""
+    not called for the rounds that it drafts for there."""
 
     def enter(self, slots: Sequence[int]) -> None:
         """These rows' rounds are on the device from now on, in these places."""

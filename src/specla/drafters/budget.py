@@ -192,7 +192,9 @@ class Budget:
         survival = [self.survival.path(t, slot) for t, slot in zip(trees, slots, strict=True)]
         reason, choice = self._choice(trees, survival, call, called=draft_us is not None)
         step = self._costs.round_us(rows, 1)
-        self._spent = (choice.us + call) / step
+        # A look also brings up to date who was not asked for long: it is paid for in full.
+        paid = call if self.account.on or draft_us is None else draft_us
+        self._spent = (choice.us + paid) / step
         self._expected_gain = 1 + choice.expected / rows - self._spent
         chosen = [kept(tree, keep) for tree, keep in zip(trees, choice.keep, strict=True)]
         self._used.append(max(len(keep) for keep in choice.keep))

@@ -36,8 +36,9 @@ class RoundCosts(Protocol):
         """Verify and accept."""
         ...
 
-    def draft_us(self, rows: int, nodes: int) -> float | None:
-        """One call of the drafter for up to `nodes` - 1 drafts per row; None: not known."""
+    def draft_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float | None:
+        """One call of the drafter for up to `nodes` - 1 drafts per row, none deeper than `depth`
+        (None: as deep as it goes); None: not known."""
         ...
 
 
@@ -121,7 +122,7 @@ def break_even(
     found = (math.inf, widths[0])
     for n in widths:
         cost = (costs.round_us(rows, n, depth=n - 1) + draft_us) / step
-        found = min(found, (_acceptance(cost, n), n))
+        found = min(found, (least_acceptance(cost, n - 1), n))
     return found
 
 
@@ -162,12 +163,13 @@ def _priced(taken: Sequence[_Draft], rows: int, costs: RoundCosts) -> Choice:
     )
 
 
-def _acceptance(cost: float, nodes: int) -> float:
-    """p at which a chain of `nodes` - 1 drafts emits `cost` tokens: 1 + p + ... + p^(n-1)."""
-    if cost > nodes:
+def least_acceptance(cost: float, depth: int) -> float:
+    """p at which drafts as deep as that emit `cost` tokens: 1 + p + ... + p^depth; infinite if no
+    p does."""
+    if cost > depth + 1:
         return math.inf
     low, high = 0.0, 1.0
     for _ in range(30):
         p = (low + high) / 2
-        low, high = (p, high) if sum(p**i for i in range(nodes)) < cost else (low, p)
+        low, high = (p, high) if sum(p**i for i in range(depth + 1)) < cost else (low, p)
     return high

@@ -121,7 +121,8 @@ class EagleDrafter:
             raise ConfigError("on_device=True needs a GPU; leave it out, or use --device cuda")
         check_target(self.config, model.info, str(self._folder))
         weights = load_weights(self._folder, self.config, model)
-        self._model = EagleModel(self.config, weights, num_slots=num_slots, max_nodes=max_nodes)
+        room = self._room(num_slots, max_nodes)
+        self._model = EagleModel(self.config, weights, num_slots=num_slots, max_nodes=room)
         if exact and model.device.type == "cpu":
             self._model.check_rows()
 
@@ -182,6 +183,10 @@ class EagleDrafter:
             for slot, (tokens, features) in zip(waiting, given, strict=True):
                 if len(tokens) > limit:
                     self._pending[slot] = tokens[limit:], features[limit:]
+
+    def _room(self, num_slots: int, max_nodes: int) -> int:
+        """Nodes per slot in a state of its own."""
+        return max_nodes
 
     @property
     def _max_tokens(self) -> int:

@@ -17,6 +17,9 @@ from specla.ops.gdn import triton as gdn
 from specla.ops.gemm import MAX_ROWS, PackedLinear
 from specla.state.rounds import bucket
 
+CHUNK = 64
+"""Tokens: a walk takes 0.3 us for each, the launches around it 40."""
+
 
 class Limits(NamedTuple):
     """Most rows, nodes and depth that a drafter is asked for, and its rules of growing."""
@@ -37,6 +40,16 @@ class Limits(NamedTuple):
     def path(self) -> int:
         """Most tokens that a round can have accepted, padded."""
         return bucket(min(bucket(self.nodes), self.depth + 1))
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens of a row that are encoded at once where many are waiting."""
+        return max(self.path, min(CHUNK, MAX_ROWS // self.rows))
+
+    @property
+    def room(self) -> int:
+        """Tokens per slot that a bank of the drafter's state must hold."""
+        return max(self.nodes, self.chunk)
 
 
 def check_limits(limits: Limits) -> None:
@@ -68,7 +81,7 @@ class Buffers:
         self, w: EagleWeights, s: RecurrentShape, linears: Linears, limits: Limits
     ) -> None:
         self._limits, self._shape, device, dtype = limits, s, w.fc.device, w.fc.dtype
-        B, N, F, path = limits.rows, bucket(limits.nodes), limits.frontier, limits.path
+        B, N, F, path = limits.rows, bucket(limits.nodes), limits.frontier, limits.chunk
         most = B * max(path, F)
         self._chain = bucket(max(limits.depth, s.conv_width - 1))
         X, D, vocab = 1 + F * max(0, limits.depth - 1), *reversed(w.head.shape)
@@ -104,7 +117,7 @@ class Buffers:
         self._best = growing.Best.allocate(B * F, vocab, min(limits.top_k, vocab), device)
         chain = torch.arange(-1, path - 1, dtype=torch.int32, device=device)
         self._chains = {n: chain[:n].repeat(B, 1) for n in {bucket(i + 1) for i in range(path)}}
-        self._paths = torch.arange(limits.nodes, dtype=torch.int32, device=device).repeat(B, 1)
+        self._paths = torch.arange(limits.room, dtype=torch.int32, device=device).repeat(B, 1)
         self._walks = kernels.chain_walk(B, path, device)
         self._ring_len = zeros(B, dtype=torch.int32)
 

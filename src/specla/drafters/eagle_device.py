@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specla.drafters.base import Observation
 from specla.drafters.eagle import EagleDrafter
 from specla.drafters.eagle_buffers import Limits, check_limits
 from specla.drafters.eagle_gdn import GdnMixer
@@ -83,17 +84,37 @@ class DeviceEagle(EagleDrafter):
         self.check_room(num_slots=num_slots, max_nodes=max_nodes)
         super().bind(model, num_slots=num_slots, max_nodes=max_nodes, exact=exact)
         self._layer = EagleLayer(self.model, self._limits(num_slots, max_nodes))
+        self.info = replace(self.info, level_bytes=self._layer.level_bytes)
+        if model.device.type == "cuda":
+            # Compiles what an engine would otherwise wait for in the middle of a text.
+            self._layer.take_in([], [], [], self.model.weights.fc.new_zeros(0, self._width))
 
     def _limits(self, num_slots: int, max_nodes: int) -> Limits:
         depth = min(self.info.max_depth, max_nodes - 1)
         return Limits(bucket(num_slots), max_nodes, depth, self._top_k, self._tau, self._spine)
 
     @torch.inference_mode()
-    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
+    def feed(self, seen: Sequence[Observation], features: Tensor) -> None:
+        """See `FeatureDrafter`. What many rounds have left is encoded now, while the device is
+        busy with the next one."""
+        super().feed(seen, features)
+        slots = [one.slot for one in seen]
+        if any(len(self._pending[slot][0]) > self._max_tokens for slot in slots):
+            self._encode(slots)
+
+    def depths(self, num_nodes: int) -> tuple[int, ...]:
+        """All the way, and two thirds of it: a level costs the same however few nodes it adds."""
+        most = min(self.info.max_depth, num_nodes - 1)
+        return tuple(sorted({-(-2 * most // 3), most}))
+
+    @torch.inference_mode()
+    def launch(
+        self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None, *, depth: int
+    ) -> None:
         """See `DeviceDrafter`. features: of the rows' last round."""
         assert self._layer is not None, "bind() first"
         assert features is not None, "it reads features"
-        self._layer(rows, rnd, features.room)
+        self._layer(rows, rnd, features.room, depth)
 
     @torch.inference_mode()
     def enter(self, slots: Sequence[int]) -> None:
@@ -128,6 +149,9 @@ class DeviceEagle(EagleDrafter):
                 at = [b * width + node for node in path]
                 self._pending[slot] = emitted, features.rows(at)
 
+    def _room(self, num_slots: int, max_nodes: int) -> int:
+        return self._limits(num_slots, max_nodes).room
+
     @property
     def _max_tokens(self) -> int:
         assert self._layer is not None, "bind() first"
@@ -143,6 +167,11 @@ class DeviceEagle(EagleDrafter):
         self._layer.take_in(slots, cursors, tokens, features)
         for log, row in zip(logs, tokens, strict=True):
             log.commit(tuple(range(len(row))))
+
+    @property
+    def _width(self) -> int:
+        """Of a token's features."""
+        return self.model.weights.fc.shape[1]
 
     @property
     def _state(self) -> State:

@@ -30,6 +30,7 @@ from specla.ops import rows
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.ops.gdn import triton as gdn
 from specla.ops.gemm import PackedLinear, pack_swiglu, tiling_for
+from specla.ops.transfer import ints, sent
 from specla.state.rounds import bucket
 
 
@@ -58,8 +59,9 @@ class EagleLayer:
     def load(self, values: Sequence[tuple[int, int, bool]]) -> None:
         """Cursors of the rows that come: bank, path_len and whether there is an output."""
         columns = torch.zeros(len(kernels.Cursors._fields), self._limits.rows, dtype=torch.int32)
-        columns[:3, : len(values)] = torch.tensor(values, dtype=torch.int32).t()
-        self._buffers.cursors.copy_(columns)
+        if values:
+            columns[:3, : len(values)] = torch.tensor(values, dtype=torch.int32).t()
+        self._buffers.cursors.copy_(sent(columns, self._buffers.cursors.device))
 
     def read(self, num_rows: int) -> list[list[int]]:
         """Cursors of the first rows: the fields of `Cursors`."""
@@ -67,9 +69,15 @@ class EagleLayer:
         return values
 
     @property
+    def level_bytes(self) -> int:
+        """Of the weights that a level's launches read: all products but fc."""
+        read = [x.weight for x in self._linears if x is not self._linears.fc]
+        return sum(x.numel() * x.element_size() for x in read)
+
+    @property
     def max_tokens(self) -> int:
         """Most tokens per row of one `take_in`."""
-        return min(self._limits.nodes, self._limits.depth + 1)
+        return self._limits.chunk
 
     def take_in(
         self,
@@ -78,12 +86,15 @@ class EagleLayer:
         tokens: Sequence[Sequence[int]],
         features: Tensor,
     ) -> None:
-        """Encode accepted tokens outside a round, as a round that had accepted them. cursors: bank
-        and path_len; features [n, layers * T]: a row per token, end to end."""
-        num_rows = bucket(len(slots))
-        enc = self._buffers.encoding(num_rows, self.max_tokens)
+        """Encode accepted tokens outside a round, as a round that had accepted them, without
+        waiting for the device. cursors: bank and path_len; features [n, layers * T]: a row per
+        token, end to end. No slots: launches over idle rows."""
+        num_rows = bucket(max(1, len(slots)))
+        # Two widths, so that few kernels are compiled.
+        few = max(map(len, tokens), default=self.max_tokens) <= self._limits.path
+        enc = self._buffers.encoding(num_rows, self._limits.path if few else self.max_tokens)
         width = enc.tokens.shape[1]
-        words = _told(slots, tokens, num_rows, width).to(features.device)
+        words = sent(_told(slots, tokens, num_rows, width), features.device)
         slot_of, live, lengths = words[:, :3].t().contiguous()
         given = enc._replace(
             slot=slot_of, num_nodes=live, path_len=lengths, tokens=words[:, 3:].contiguous()
@@ -91,17 +102,17 @@ class EagleLayer:
         at = [b * width + j for b, row in enumerate(tokens) for j in range(len(row))]
         parts = features.unflatten(-1, (-1, self._w.embed_norm.shape[0])).transpose(0, 1)
         room = self._buffers.take("given", len(parts), num_rows * width, parts.shape[2])
-        room[:, torch.tensor(at, device=room.device)] = parts
+        room[:, ints(at, room.device)] = parts
         self.load([(*one, True) for one in cursors])
         self._buffers.cursors[3].fill_(1)
         self._encode(given, enc, kernels.Cursors(*self._buffers.cursors[:, :num_rows]), room)
 
     # ---- launches
 
-    def __call__(self, arrays: RowArrays, rnd: DeviceRound, features: Tensor) -> None:
+    def __call__(self, arrays: RowArrays, rnd: DeviceRound, features: Tensor, depth: int) -> None:
         num_rows, num_nodes = rnd.tokens.shape
         drafts = min(num_nodes, self._limits.nodes) - 1
-        depth = min(self._limits.depth, drafts)
+        depth = min(depth, drafts)
         enc = self._buffers.encoding(num_rows, min(num_nodes, self._limits.depth + 1))
         cursors = kernels.Cursors(*self._buffers.cursors[:, :num_rows])
         root = self._encode(rnd, enc, cursors, features)

@@ -65,7 +65,13 @@ class NgramDrafter:
         """Drop the slot's index."""
         self._slots.pop(slot, None)
 
-    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
+    def depths(self, num_nodes: int) -> tuple[int, ...]:
+        """A chain's."""
+        return (min(self.info.max_depth, num_nodes - 1),)
+
+    def launch(
+        self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None, *, depth: int
+    ) -> None:
         """The same chains, drafted on the device (see `DeviceDrafter`)."""
         from specla.drafters.ngram_device import draft_chain
 
@@ -76,7 +82,7 @@ class NgramDrafter:
             rnd,
             prompt_lookup_max=self._sizes[0],
             prompt_lookup_min=self._sizes[-1],
-            num_draft_tokens=self.info.max_depth,
+            num_draft_tokens=depth,
         )
 
     def _draft_row(self, row: DraftRow) -> DraftTree:

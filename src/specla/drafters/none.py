@@ -31,5 +31,11 @@ class NoDrafter:
     def reset(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def launch(self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None) -> None:
+    def depths(self, num_nodes: int) -> tuple[int, ...]:
+        """None at all."""
+        return (0,)
+
+    def launch(
+        self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None, *, depth: int
+    ) -> None:
         """Nothing to launch: every live row's tree is its node 0 already."""

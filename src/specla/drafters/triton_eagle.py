@@ -241,7 +241,8 @@ def mix(
     s, num_rows = shape, count.shape[0]
     width = y.shape[0] // num_rows
     assert steps.chain.shape[2] >= s.conv_width - 1
-    assert layer.factors.k.shape[1] == 2 * rnd.path.shape[1], "the log must have no ring"
+    num_path = layer.factors.k.shape[1] // 2
+    assert layer.inputs.shape[2] == num_path, "the log must have no ring"
     _mix_kernel[(s.num_value_heads * s.value_dim // TILE, width, num_rows)](
         y,
         conv_taps,
@@ -257,7 +258,7 @@ def mix(
         cursors.bank,
         cursors.path_len,
         count,
-        rnd.path.shape[1],
+        num_path,
         steps.chain.shape[1],
         first,
         s.key_dim**-0.5,

@@ -45,7 +45,8 @@ class Cost:
     part: "verify" is the target's pass over `rows` trees of `nodes` nodes, with the planning it
         needs; "accept" is choosing a token at every node, the walk and the cursors; "draft" is
         one call of a drafter; "kernel" is the state kernel alone, of one layer.
-    depth: of the trees' deepest node; node 0 has 0. Of "accept" and "draft", nodes - 1.
+    depth: of the trees' deepest node; node 0 has 0. Of "accept", nodes - 1; of "draft", what the
+        drafter was asked for, nodes - 1 where it cannot be asked.
     kernel: the state kernel; of "draft" the drafter, as `DrafterInfo.priced_as` names it; of
         "accept" empty.
     """
@@ -161,16 +162,20 @@ class CostTable:
         """A round of plain decoding: one node per row."""
         return self.round_us(rows, 1, mode=mode)
 
-    def draft_us(self, rows: int, nodes: int, drafter: str, *, mode: str = "exact") -> float:
+    def draft_us(
+        self, rows: int, nodes: int, drafter: str, *, depth: int | None = None,
+        mode: str = "exact",
+    ) -> float:  # fmt: skip
         """One call of a drafter that may propose `nodes` - 1 nodes to each row.
 
         Args:
+            depth: of the deepest draft it makes; None: the dearest one measured.
             drafter: `DrafterInfo.priced_as`; the same drafter with other options is another one.
 
         Raises:
             ConfigError: it was not measured.
         """
-        return self.find("draft", rows, nodes, kernel=drafter, mode=mode).us
+        return self.find("draft", rows, nodes, depth=depth, kernel=drafter, mode=mode).us
 
     def best_kernel(self, rows: int, nodes: int, mode: str) -> str:
         """The kernel whose dearest verify of such rounds is cheapest; of equals the first.

@@ -21,6 +21,7 @@ from specla.drafters.base import (
     Drafter,
     FeatureDrafter,
     Observation,
+    Shape,
     StateDrafter,
     TwofoldDrafter,
 )
@@ -95,7 +96,7 @@ class Engine:
 
             free = self.spending is not None and self.spending.free is not None
             self._graphs = GraphRounds(
-                model, state, drafter, kernel=self.kernels.of,
+                model, state, self.drafter, kernel=self.kernels.of,
                 width=self._width if free else None,
             )  # fmt: skip
 
@@ -134,14 +135,15 @@ class Engine:
         prices = Prices(
             self.kernels, mode=self.mode, device=self.state.device.type,
             drafter=self.drafter.info.priced_as,
+            level=self.drafter.info.level_bytes / self.model.info.weight_bytes,
         )  # fmt: skip
         return Spending(
             self._budget, self.drafter, self.state.max_nodes, prices, self.stats.decisions,
             on_device=self._on_gpu and isinstance(self.drafter, DeviceDrafter),
         )  # fmt: skip
 
-    def _width(self, rows: int) -> int:
-        """Nodes of the next round that drafts on the device."""
+    def _width(self, rows: int) -> Shape:
+        """Of the next round that drafts on the device, or might."""
         assert self.spending is not None
         return self.spending.width(rows)
 
@@ -202,7 +204,8 @@ class Engine:
                 ended = self._graphs.advance(rows) if free else self._graphs.settle()
             if free or ended:
                 if self.spending is not None:
-                    self.spending.landed(ended, self._graphs.size[1])
+                    shape = Shape(self._graphs.size[1], self._graphs.depth)
+                    self.spending.landed(ended, shape)
                 return self._finish([row for row, _ in ended], [verdict for _, verdict in ended])
             return self._finish(rows, self._round(rows))
 

@@ -5,6 +5,9 @@ A *free* round drafts, verifies, draws, accepts and moves the cursors on the dev
 starts the next one before it has read the last one's tokens (it is one round behind), and touches
 the device again only when rows join, or leave for reasons that the host alone knows.
 
+A free round that does not draft leaves out the drafter: one that reads features is fed with many
+of them at once (`engine.resting`).
+
 A *driven* round gets its trees from the host: a drafter that runs there, or a row that draws with
 filters, penalties or reports, which only the host's acceptance knows. It is the same graph
 without the drafting, and the host waits for it.
@@ -16,20 +19,27 @@ one follows from its own parameters (rule I4).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specla.drafters.base import DeviceDrafter, Drafter, FeatureDrafter, ResidentDrafter
+from specla.drafters.base import (
+    DeviceDrafter,
+    Drafter,
+    FeatureDrafter,
+    ResidentDrafter,
+    Shape,
+    shapes,
+)
+from specla.engine.device_rows import BucketRound, fill_rows, is_device_row, new_rows
 from specla.engine.flight import Flight, to_verdict
-from specla.engine.running import Running
+from specla.engine.resting import Rested, Resting
+from specla.engine.running import NO_TOKEN, Running
 from specla.errors import ConfigError
 from specla.models.base import KernelChoice, TargetModel
 from specla.models.features import Features
 from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
 from specla.sampling.accept import Verdict
-from specla.sampling.filters import is_unfiltered
 from specla.sampling.triton import VERDICT_HEADER, Choices, accept, choose, new_choices
 from specla.state import State
 from specla.state.rounds import bucket
@@ -37,32 +47,14 @@ from specla.topology.tree import DraftTree
 
 MAX_HISTORY = 1 << 16
 """Tokens of a row that a device drafter can look back on."""
-MAX_ENDS = 16
-# As good as no limit, and what an int32 can hold.
-MAX_REMAINING = 2**31 - 1
+PLAIN = Shape(1, 0)
 Tick = Callable[[int, int], None]
-
-
-@dataclass(slots=True)
-class _Round:
-    """One bucket: its graphs and what they read and write. host, read, read_path: pinned.
-    features: of the round's nodes, where the drafter reads them."""
-
-    rnd: DeviceRound
-    rows: RowArrays
-    host: RowArrays
-    verdicts: Tensor
-    read: list[Tensor]
-    read_path: Tensor
-    graphs: dict[bool, torch.cuda.CUDAGraph]
-    logits: Tensor
-    features: Features | None
 
 
 class GraphRounds:
     """What an engine on a GPU calls instead of draft, verify, accept and commit. kernel: what
-    verifies the rounds of each bucket. width: nodes, a power of two, of the next free round over
-    so many rows; None: as many as a tree may have."""
+    verifies the rounds of each bucket. width: the shape of the next free round over so many rows;
+    None: as many nodes as a tree may have, as deep as it goes."""
 
     def __init__(
         self,
@@ -71,7 +63,7 @@ class GraphRounds:
         drafter: Drafter,
         *,
         kernel: KernelChoice,
-        width: Callable[[int], int] | None = None,
+        width: Callable[[int], Shape] | None = None,
     ) -> None:
         self._width = width
         self._model, self._state, self._drafter = model, state, drafter
@@ -82,16 +74,17 @@ class GraphRounds:
         self._choices: Choices = new_choices(
             self._max_rows * self._max_nodes, model.info.vocab_size, state.device
         )
-        self._buckets: dict[tuple[int, int], _Round] = {}
+        self._buckets: dict[tuple[int, int], BucketRound] = {}
         self._room = self._new_room()
         self._flight = Flight()
         self.resting = False
         """A drafter of the host is not asked for now: rounds of one node need no host."""
         self.features: Features | None = None
         """Of the last driven round's nodes, until the next one."""
-        self._key = (1, 1)
-        self.size = (1, 1)
-        """Rows and nodes, as padded, of the round that was read last."""
+        self._resting: Resting | None = None
+        self._key, self._depth = (1, 1), 0
+        self.size, self.depth = (1, 1), 0
+        """Rows and nodes, as padded, of the round that was read last; what it drafted to."""
         self._count = 0
         self._events = [torch.cuda.Event(), torch.cuda.Event()]
 
@@ -111,7 +104,7 @@ class GraphRounds:
             )
         if isinstance(drafter, ResidentDrafter):
             for one in self._buckets.values():
-                one.graphs.pop(True, None)
+                one.graphs = {d: graph for d, graph in one.graphs.items() if not d}
         if isinstance(drafter, ResidentDrafter) or not isinstance(drafter, DeviceDrafter):
             self._drafter = drafter
 
@@ -126,78 +119,138 @@ class GraphRounds:
         return fits and all(map(is_device_row, rows))
 
     @property
-    def _drafts(self) -> bool:
-        """Whether free rounds draft; a resting drafter has no part in them."""
-        return isinstance(self._drafter, DeviceDrafter)
-
-    @property
     def _looks_back(self) -> bool:
         """Whether drafting on the device reads the rows' tokens."""
-        return isinstance(self._drafter, DeviceDrafter) and self._drafter.info.max_depth > 0
+        drafter = self._drafter
+        if isinstance(drafter, FeatureDrafter) or not isinstance(drafter, DeviceDrafter):
+            return False
+        return drafter.info.max_depth > 0
 
     def capture(self, tick: Tick | None = None) -> None:
         """Make every graph there can be, so that no round has to."""
         sizes = [1 << i for i in range(self._max_rows.bit_length())]
-        nodes = [1 << i for i in range(self._max_nodes.bit_length())]
-        free = isinstance(self._drafter, DeviceDrafter)
-        widths = nodes if self._width else nodes[-1:]
-        wanted = [(b, n, False) for b in sizes for n in (widths if free else nodes)]
-        wanted += [(b, n, True) for b in sizes for n in widths if free]
-        for i, (b, n, drafts) in enumerate(wanted):
-            self._graph(b, n, drafts)
+        wanted = [(b, shape) for b in sizes for shape in self._shapes()]
+        for i, (b, shape) in enumerate(wanted):
+            self._graph(b, shape)
             if tick:
                 tick(i + 1, len(wanted))
+
+    def _shapes(self) -> list[Shape]:
+        """Of all rounds that can come, driven ones too."""
+        nodes = [1 << i for i in range(self._max_nodes.bit_length())]
+        if not isinstance(self._drafter, DeviceDrafter):
+            return [Shape(n, 0) for n in nodes]
+        free = list(shapes(self._drafter, self._max_nodes)) if self._width else [self._widest]
+        return list(dict.fromkeys([*(Shape(shape.nodes, 0) for shape in free), *free]))
+
+    @property
+    def _widest(self) -> Shape:
+        assert isinstance(self._drafter, DeviceDrafter)
+        return Shape(self._max_nodes, self._drafter.depths(self._max_nodes)[-1])
 
     # ---- free rounds
 
     def advance(self, rows: Sequence[Running]) -> list[tuple[Running, Verdict]]:
         """Start a free round over `rows` and return what the one before it came to. Where the
-        rows or the number of nodes have changed, first only the latter."""
-        nodes = self._width(len(rows)) if self._width and rows else self._max_nodes
-        nodes = 1 if self.resting else nodes
-        if not self._flight.goes_on(rows) or nodes != self._key[1]:
+        rows or the shape have changed, first only the latter."""
+        shape = self._next_shape(len(rows))
+        if not self._flight.goes_on(rows) or shape != (self._key[1], self._depth):
             ended = self.settle()
             if ended or not rows:
                 return ended
-            self._key = bucket(len(rows)), nodes
+            self._key, self._depth = (bucket(len(rows)), shape.nodes), shape.depth
             self._load(rows)
-            if isinstance(self._drafter, ResidentDrafter):
-                self._drafter.enter([row.slot for row in rows])
+            if resident := self._resident:
+                resident.enter([row.slot for row in rows])
         return self._launch()
+
+    def _next_shape(self, num_rows: int) -> Shape:
+        if self.resting or not num_rows:
+            return PLAIN
+        return self._width(num_rows) if self._width else self._widest
+
+    @property
+    def _resident(self) -> ResidentDrafter | None:
+        """The drafter, if the device has what it knows of these rows."""
+        drafter = self._drafter
+        return drafter if self._depth and isinstance(drafter, ResidentDrafter) else None
 
     def settle(self) -> list[tuple[Running, Verdict]]:
         """Read the round under way, if there is one, and bring the host's cursors up to date."""
         ended = self._read() if self._flight.unread else []
         if self._flight.rows:
-            if isinstance(self._drafter, ResidentDrafter):
-                rows = self._flight.rows
-                slots = [None if row.finish_reason else row.slot for row in rows]
-                self._drafter.leave(slots, *self._last_round())
+            if resident := self._resident:
+                slots = [None if row.finish_reason else row.slot for row in self._flight.rows]
+                resident.leave(slots, *self._last_round())
+            if self._resting is not None and self._resting.count:
+                self._feed(ended, self._resting.count)
             self._land()
         return ended
 
+    def _feed(self, ended: Sequence[tuple[Running, Verdict]], count: int) -> None:
+        """The drafter with the first `count` rounds that it was not asked in. ended: what the
+        last of them came to, where the rows do not have it yet."""
+        assert self._resting is not None
+        assert isinstance(self._drafter, FeatureDrafter)
+        last = {row.slot: verdict for row, verdict in ended if row.finish_reason is None}
+        rested = []
+        for place, row in enumerate(self._flight.rows):
+            verdict = last.get(row.slot)
+            gone = verdict is not None and (verdict is NO_TOKEN or verdict.finish is not None)
+            if row.finish_reason is None and not gone:
+                tokens = [*row.tokens, *(verdict.emitted if verdict else ())]
+                rested.append(Rested(place, row.slot, tokens))
+        self._resting.feed(self._drafter, rested, count)
+
     def _load(self, rows: Sequence[Running]) -> None:
-        self._graph(*self._key, self._drafts)
+        self._rest()
+        self._graph(self._key[0], Shape(self._key[1], self._depth))
         self._flight.load(rows)
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
         self._plan(rows, trees, self._key[1])
-        _fill_rows(self._buckets[self._key], rows, history=True)
+        fill_rows(self._buckets[self._key], rows, history=True)
+
+    def _rest(self) -> None:
+        """Room for what a drafter misses, if these rounds do not draft and it reads features."""
+        rests = isinstance(self._drafter, FeatureDrafter) and not self._depth
+        if rests and self._resting is None:
+            self._resting = self._new_resting()
+        elif self._resting is not None:
+            self._resting.count = 0
+
+    def _new_resting(self) -> Resting:
+        assert self._room is not None
+        return Resting(self._room, self._max_rows)
 
     def _launch(self) -> list[tuple[Running, Verdict]]:
-        one = self._buckets[self._key]
-        one.graphs[self._drafts].replay()
-        place = self._count % 2
-        one.read[place].copy_(one.verdicts, non_blocking=True)
-        self._events[place].record()
+        self._start()
+        if self._resting is not None and not self._depth:
+            self._resting.keep(self._outputs())
+            if self._resting.is_full:
+                # Of this round and the one before nobody has read the tokens yet.
+                self._feed([], self._resting.count - 2)
         before = self._read() if self._flight.unread else []
         self._flight.unread = True
         self._count += 1
         return before
 
+    def _start(self) -> None:
+        """The next round, and its way back."""
+        one, place = self._buckets[self._key], self._count % 2
+        one.graphs[self._depth].replay()
+        one.read[place].copy_(one.verdicts, non_blocking=True)
+        self._events[place].record()
+
+    def _outputs(self) -> Tensor:
+        """Features of the round that was launched last, [layers, M, D]."""
+        features = self._buckets[self._key].features
+        assert features is not None
+        return features.room
+
     def _read(self) -> list[tuple[Running, Verdict]]:
         place = (self._count - 1) % 2
         self._events[place].synchronize()
-        self.size = self._key
+        self.size, self.depth = self._key, self._depth
         return self._flight.read(self._buckets[self._key].read[place].tolist())
 
     def _land(self) -> None:
@@ -215,7 +268,7 @@ class GraphRounds:
 
     def replay(self) -> Callable[[], None]:
         """The graph of the last free round, for measuring."""
-        return self._buckets[self._key].graphs[self._drafts].replay
+        return self._buckets[self._key].graphs[self._depth].replay
 
     # ---- driven rounds
 
@@ -234,11 +287,11 @@ class GraphRounds:
         if isinstance(self._drafter, DeviceDrafter) and not self._width:
             nodes = self._max_nodes  # the only size that `capture` has made
         self.size = bucket(len(rows)), nodes
-        self._graph(*self.size, False)
+        self._graph(self.size[0], Shape(nodes, 0))
         one = self._buckets[self.size]
         plan = self._plan(rows, trees, nodes)
-        _fill_rows(one, rows, history=False)
-        one.graphs[False].replay()
+        fill_rows(one, rows, history=False)
+        one.graphs[0].replay()
         self.features = one.features
         one.read[0].copy_(one.verdicts, non_blocking=True)
         one.read_path.copy_(one.rnd.path, non_blocking=True)
@@ -252,29 +305,29 @@ class GraphRounds:
 
     # ---- graphs
 
-    def _graph(self, num_rows: int, num_nodes: int, drafts: bool) -> None:
-        key = (num_rows, num_nodes)
+    def _graph(self, num_rows: int, shape: Shape) -> None:
+        key, depth = (num_rows, shape.nodes), shape.depth
         if key not in self._buckets:
-            self._buckets[key] = self._new_round(num_rows, num_nodes)
+            self._buckets[key] = self._new_round(*key)
         one = self._buckets[key]
-        if drafts in one.graphs:
+        if depth in one.graphs:
             return
         # Idle rows: kernels compile and touch nothing.
         one.rnd.num_nodes.zero_()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._launches(one, drafts)
+            self._launches(one, depth)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._launches(one, drafts)
-        one.graphs[drafts] = graph
+            self._launches(one, depth)
+        one.graphs[depth] = graph
 
-    def _launches(self, one: _Round, drafts: bool) -> None:
-        if drafts:
+    def _launches(self, one: BucketRound, depth: int) -> None:
+        if depth:
             assert isinstance(self._drafter, DeviceDrafter)
-            self._drafter.launch(one.rows, one.rnd, one.features)
+            self._drafter.launch(one.rows, one.rnd, one.features, depth=depth)
         plan = DevicePlan(one.rnd, (), self._kernel(*one.rnd.tokens.shape))
         one.logits = self._model.verify(plan, self._state, one.features)
         choose(one.logits, one.rows, one.rnd, self._choices)
@@ -283,46 +336,40 @@ class GraphRounds:
             fold_threshold=self._state.fold_threshold,
         )  # fmt: skip
 
-    def _new_round(self, num_rows: int, num_nodes: int) -> _Round:
-        device = self._state.device
+    def _new_round(self, num_rows: int, num_nodes: int) -> BucketRound:
         rnd = self._state.rounds.round(num_rows, num_nodes)
-        words = VERDICT_HEADER + num_nodes + 1
-        wide = self._widest(num_rows, num_nodes)
-
-        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        rows = RowArrays(
-            seed=zeros(num_rows, dtype=torch.int64),
-            len_tokens=zeros(num_rows),
-            remaining=zeros(num_rows),
-            temperature=zeros(num_rows, dtype=torch.float64),
-            ends=zeros(num_rows, MAX_ENDS),
-            history=wide.rows.history if wide else zeros(num_rows, self._history(num_nodes)),
-        )
-        host = [torch.zeros_like(x, device="cpu").pin_memory() for x in rows[:-1]]
-        host.append(
-            wide.host.history
-            if wide
-            else torch.zeros_like(rows.history, device="cpu").pin_memory()
-        )
-        return _Round(
+        words = num_rows, VERDICT_HEADER + num_nodes + 1
+        rows, host = self._new_rows(num_rows, num_nodes)
+        verdicts = torch.zeros(words, dtype=torch.int32, device=self._state.device)
+        return BucketRound(
             rnd=rnd,
             rows=rows,
-            host=RowArrays(*host),
-            verdicts=zeros(num_rows, words),
-            read=[torch.zeros(num_rows, words, dtype=torch.int32).pin_memory() for _ in "ab"],
+            host=host,
+            verdicts=verdicts,
+            read=[torch.zeros(words, dtype=torch.int32).pin_memory() for _ in "ab"],
             read_path=torch.zeros(rnd.path.shape, dtype=torch.int32).pin_memory(),
             graphs={},
-            logits=zeros(0),
+            logits=verdicts[:0],
             features=self._new_features(num_rows * num_nodes),
+        )
+
+    def _new_rows(self, num_rows: int, num_nodes: int) -> tuple[RowArrays, RowArrays]:
+        """On the device, and as the host fills them."""
+        shared = self._shared(num_rows, num_nodes)
+        rows = new_rows(num_rows, 1 if shared else self._history(num_nodes), self._state.device)
+        host = RowArrays(*(torch.zeros_like(x, device="cpu").pin_memory() for x in rows))
+        if shared is None:
+            return rows, host
+        return (
+            rows._replace(history=shared.rows.history),
+            host._replace(history=shared.host.history),
         )
 
     def _history(self, num_nodes: int) -> int:
         """Tokens that rounds of so many nodes can look back on."""
         return MAX_HISTORY if self._looks_back and num_nodes == self._max_nodes else 1
 
-    def _widest(self, num_rows: int, num_nodes: int) -> _Round | None:
+    def _shared(self, num_rows: int, num_nodes: int) -> BucketRound | None:
         """The bucket whose history narrower free rounds share."""
         if not (self._looks_back and self._width) or num_nodes == self._max_nodes:
             return None
@@ -350,30 +397,3 @@ class GraphRounds:
         slots = [row.slot for row in rows]
         logs = [self._state.logs[slot] for slot in slots]
         return self._state.rounds.plan(slots, logs, trees, num_nodes=num_nodes)
-
-
-def is_device_row(row: Running) -> bool:
-    """Whether the device's acceptance knows this row's law and ends."""
-    return is_unfiltered(row.request.params) and len(row.end_token_ids) <= MAX_ENDS
-
-
-def _fill_rows(one: _Round, rows: Sequence[Running], *, history: bool) -> None:
-    """Through pinned memory, so that nothing waits for the device."""
-    ends = [sorted(row.end_token_ids)[:MAX_ENDS] for row in rows]
-    values = {
-        "seed": [(row.request.seed + 2**63) % 2**64 - 2**63 for row in rows],
-        "len_tokens": [len(row.tokens) for row in rows],
-        "remaining": [min(row.remaining, MAX_REMAINING) for row in rows],
-        "temperature": [float(row.request.params.temperature) for row in rows],
-        "ends": [[*e, *[-1] * (MAX_ENDS - len(e))] for e in ends],
-    }
-    for name, column in values.items():
-        staged: Tensor = getattr(one.host, name)
-        staged[: len(rows)] = torch.tensor(column, dtype=staged.dtype)
-        getattr(one.rows, name).copy_(staged, non_blocking=True)
-    if history:
-        for row, device, staged in zip(rows, one.rows.history, one.host.history, strict=False):
-            tokens = torch.tensor(row.tokens[: staged.shape[0]], dtype=torch.int32)
-            # Row by row: a copy of part of a matrix would not stay in pinned memory.
-            staged[: len(tokens)] = tokens
-            device[: len(tokens)].copy_(staged[: len(tokens)], non_blocking=True)

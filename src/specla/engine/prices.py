@@ -5,6 +5,7 @@ With a cost table they are the measured ones. Without, they are a guess that is 
 switch off what does not pay: a round costs `FIXED` nodes for reading the weights and one for every
 node, and how long that takes is learned from the rounds themselves. FIXED is what the demo model
 on one CPU thread and a model of 1.3 B parameters on an H200 came to (docs/guide/budget.md).
+Drafting on the device is taken to cost what reading its weights does, and its launches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from specla.errors import ConfigError
 from specla.state.rounds import bucket
 
 FIXED = {"cpu": 16.0, "cuda": 90.0}
+# What launching a level of drafts takes, in plain steps: ten kernels of a chain of three hundred,
+# which wait for each other more than for memory.
+LAUNCHES = 0.016
 # Rounds that the time of a node is averaged over.
 WINDOW = 16
 
@@ -25,13 +29,23 @@ class Prices:
     kernels: which kernel verifies, and the table.
     device: "cpu", where rows cost their own nodes, or "cuda", where they are padded.
     drafter: as the table names it (`DrafterInfo.priced_as`).
+    level: bytes of weights that a level of drafts on the device reads, over the target's; 0: it
+        is next to nothing, or not known.
     """
 
-    def __init__(self, kernels: Kernels, *, mode: Mode | str, device: str, drafter: str) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        *,
+        mode: Mode | str,
+        device: str,
+        drafter: str,
+        level: float = 0.0,
+    ) -> None:
         self.padded = device == "cuda"
         self._table: CostTable | None = kernels.costs
         self._kernels, self._mode, self._drafter = kernels, mode, drafter
-        self._fixed = FIXED[device]
+        self._fixed, self._level = FIXED[device], level
         self._node_us = 0.0
         self._known: dict[tuple[int, int, int | None], float] = {}
 
@@ -56,14 +70,20 @@ class Prices:
             )
         return self._known[key]
 
-    def draft_us(self, rows: int, nodes: int) -> float | None:
-        """One call of the drafter, if that was measured."""
-        if self._table is None:
+    def draft_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float | None:
+        """One call of the drafter, if that was measured; to a known depth on the device also what
+        it is taken for."""
+        if self._table is not None:
+            try:
+                return self._table.draft_us(
+                    rows, nodes, self._drafter, depth=depth, mode=self._mode
+                )
+            except ConfigError:
+                pass
+        if depth is None or not self._level:
             return None
-        try:
-            return self._table.draft_us(rows, nodes, self._drafter, mode=self._mode)
-        except ConfigError:
-            return None
+        # Encoding what was accepted is about one level more.
+        return (depth + 1) * (self._level + LAUNCHES) * self.round_us(rows, 1)
 
     def saw(self, rows: int, nodes: int, us: float) -> None:
         """A round took so long; measured costs do not need to know. One that was interrupted

@@ -9,9 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from specla.config import PAYING
-from specla.drafters.base import Drafter, DraftRow, FeatureDrafter, Observation
+from specla.drafters.base import (
+    DeviceDrafter,
+    Drafter,
+    DraftRow,
+    Observation,
+    ResidentDrafter,
+    Shape,
+    shapes,
+)
 from specla.drafters.budget import Budget, Decision
-from specla.drafters.budget_free import FreeBudget
+from specla.drafters.budget_free import LOADING, RESIDENT_LOADING, FreeBudget
 from specla.engine.prices import Prices
 from specla.engine.running import NO_TOKEN, Running
 from specla.engine.stats import Decisions
@@ -58,7 +66,7 @@ class Spending:
         self._draft_us: float | None = None
         self._decision: Decision | None = None
         self._places: dict[int, int] = {}
-        self.free = _free(fixed, max_nodes, prices) if on_device else None
+        self.free = _free(fixed, drafter, max_nodes, prices) if on_device else None
         # Of the round that `landed` reads next, and of the one that is launched after it.
         self._flying = self._next = _Why()
 
@@ -106,16 +114,16 @@ class Spending:
 
     # ---- rounds that draft on the device
 
-    def width(self, rows: int) -> int:
-        """Nodes of the next such round over so many rows."""
+    def width(self, rows: int) -> Shape:
+        """Of the next such round over so many rows."""
         assert self.free is not None
-        nodes = self.free.width(rows)
-        forecast = tuple(self.free.expected(depth) for depth in range(nodes))
+        shape = self.free.width(rows)
+        forecast = tuple(self.free.expected(depth) for depth in range(shape.nodes))
         self._next = _Why(self.free.reason, self.free.detail, forecast)
-        return nodes
+        return shape
 
-    def landed(self, ended: Sequence[tuple[Running, Verdict]], nodes: int) -> None:
-        """What one of `nodes` nodes per row came to. Called after every `width`: the host is one
+    def landed(self, ended: Sequence[tuple[Running, Verdict]], shape: Shape) -> None:
+        """What one of that shape came to. Called after every `width`: the host is one
         round behind, and the round that was asked for there is not the one that has ended."""
         why, self._flying = self._flying, self._next
         good = [(row, verdict) for row, verdict in ended if verdict is not NO_TOKEN]
@@ -125,7 +133,7 @@ class Spending:
             self._rested(good)
             return
         emitted = [len(verdict.emitted) for _, verdict in good]
-        self.free.observe([verdict.num_accepted for _, verdict in good], emitted, nodes)
+        self.free.observe([verdict.num_accepted for _, verdict in good], emitted, shape)
         for row, verdict in good:
             drafted, depth = verdict.num_drafted, verdict.offered_depth
             self._count(
@@ -134,10 +142,8 @@ class Spending:
             )  # fmt: skip
 
     def rests(self, rows: int) -> bool:
-        """Whether a drafter of the host is not asked next, so that the device needs no host. One
-        that reads features has to be fed in every round."""
-        feature = isinstance(self._drafter, FeatureDrafter)
-        return self.free is None and not feature and self.budget.rests(rows)
+        """Whether a drafter of the host is not asked next, so that the device needs no host."""
+        return self.free is None and self.budget.rests(rows)
 
     def _rested(self, ended: Sequence[tuple[Running, Verdict]]) -> None:
         """Such a round went by; the drafter sees a round without drafts."""
@@ -169,10 +175,17 @@ class Spending:
             )
 
 
-def _free(fixed: int | None, max_nodes: int, prices: Prices) -> FreeBudget:
+def _free(fixed: int | None, drafter: Drafter, max_nodes: int, prices: Prices) -> FreeBudget:
+    resident = isinstance(drafter, ResidentDrafter)
+    assert isinstance(drafter, DeviceDrafter)
     if fixed is not None and bucket(fixed + 1) != fixed + 1:
         raise ConfigError(
             f"a budget for drafts made on the GPU must be one below a power of two, got {fixed}; "
             f"use {bucket(fixed + 1) - 1}, or auto"
         )
-    return FreeBudget(bucket(max_nodes), prices, fixed=None if fixed is None else fixed + 1)
+    return FreeBudget(
+        shapes(drafter, bucket(max_nodes)),
+        prices,
+        fixed=None if fixed is None else Shape(fixed + 1, drafter.depths(fixed + 1)[-1]),
+        loading=RESIDENT_LOADING if resident else LOADING,
+    )
