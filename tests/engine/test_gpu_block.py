@@ -7,6 +7,7 @@ committed. GDN-1.3B's shape in four layers, random weights.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -82,6 +83,32 @@ def test_it_changes_no_token(kind: str, tmp_path: Path) -> None:
     drafter = BlockDrafter(path=str(tmp_path), tau=50.0)
     assert drafter.info.name == "block+reader"
     assert decode(drafter, 8) == decode(NoDrafter(), 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_waits_for_the_device_once_per_level(kind: str, tmp_path: Path) -> None:
+    """To read the level's likeliest tokens; all that it sends goes without waiting."""
+    sizes = {"head_dim": 64, "intermediate_size": 512, "target_layer_ids": (0, 2)}
+    write_block(tmp_path, block_config(target().info, **{**sizes, **KINDS[kind]}))
+    drafter = BlockDrafter(path=str(tmp_path), tau=50.0)
+    levels = drafter.info.max_depth if drafter.config.markov_rank else 1
+    rounds: list[int] = []
+
+    def count(engine: Engine) -> None:
+        """Of the round before, and from here on of the next one."""
+        rounds.append(sum("synchroniz" in str(one.message) for one in caught))
+        caught.clear()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            decode(drafter, 8, count)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    later = rounds[TOKENS // 4 : -ROWS]
+    assert later
+    assert max(later) <= levels
 
 
 def test_it_reads_what_is_committed() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ from specla.drafters.options import (
 )
 from specla.drafters.reader import Reader, check_states
 from specla.models.base import TargetModel
+from specla.ops.transfer import ints, sent
 from specla.state import State
 from specla.topology.tree import DraftTree
 
@@ -181,13 +183,14 @@ class BlockDrafter:
         self._context.reset(slot)
 
     def _remember(self, slots: Sequence[int], counts: Sequence[int], features: Tensor) -> None:
-        positions = self._context.positions(slots, counts).to(features.device)
-        self._context.append(slots, counts, self.model.context(features, positions))
+        positions = sent(self._context.positions(slots, counts), features.device)
+        end = max(self._context.length(slot) + n for slot, n in zip(slots, counts, strict=True))
+        self._context.append(slots, counts, self.model.context(features, positions, end=end))
 
     def _propose(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         if not rows:
             return []
-        anchors = self._ids([row.tokens[-1] for row in rows])
+        (anchors,) = self._ints([row.tokens[-1] for row in rows])
         h = self._outputs([row.slot for row in rows], anchors)
         base = self.model.logits(h[:, : self.info.max_depth])
         depths = self._depths(h, base, anchors)
@@ -203,12 +206,13 @@ class BlockDrafter:
 
     def _outputs(self, slots: Sequence[int], anchors: Tensor) -> Tensor:
         """What predicts the drafts [n, num_drafts, D]."""
-        size = self.config.block_size
-        starts = self._ids([self._context.length(slot) for slot in slots])
+        size, lengths = self.config.block_size, [self._context.length(slot) for slot in slots]
+        (starts,), end = self._ints(lengths), max(lengths) + size
         positions = (starts[:, None] + torch.arange(size, device=starts.device)).flatten()
         x = self.model.inputs(anchors)
         attend = self._context.attend(slots)
-        return self.model.drafting(self.model.outputs(x, positions, attend, self._inject(slots)))
+        inject = self._inject(slots)
+        return self.model.drafting(self.model.outputs(x, positions, attend, inject, end=end))
 
     def _inject(self, slots: Sequence[int]) -> Inject | None:
         if self._reader is None:
@@ -240,8 +244,7 @@ class BlockDrafter:
         self, rows: Sequence[DraftRow], depths: Sequence[int], base: Tensor
     ) -> list[DraftTree]:
         laws = torch.log_softmax(base, dim=-1).clamp(max=0)
-        top = laws.topk(min(self._top_k, laws.shape[-1]), dim=-1)
-        ids, values = top.indices.tolist(), top.values.tolist()
+        ids, values = self._likeliest(laws)
         return [
             best_first(
                 row.tokens[-1],
@@ -270,12 +273,28 @@ class BlockDrafter:
     ) -> None:
         """Give every node of a level its likeliest children; base [rows, vocab]: of the children's
         position."""
-        previous = self._ids([trees[b].tokens[node] for b, node in level])
-        laws = self._laws(base[[b for b, _ in level]], previous)
-        top = laws.topk(min(self._top_k, laws.shape[1]), dim=-1)
-        children = zip(level, top.indices.tolist(), top.values.tolist(), strict=True)
+        rows, previous = self._ints(
+            [b for b, _ in level], [trees[b].tokens[node] for b, node in level]
+        )
+        laws = self._laws(base.index_select(0, rows), previous)
+        children = zip(level, *self._likeliest(laws), strict=True)
         for (b, node), tokens, values in children:
             trees[b].add(node, tokens, values)
 
-    def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self.model.weights.fc.device)
+    def _likeliest(self, laws: Tensor) -> tuple[list[Any], list[Any]]:
+        """Tokens of laws [..., vocab] and their log-probabilities, [..., top_k] as lists. In one
+        copy: a float64 holds either."""
+        top = laws.topk(min(self._top_k, laws.shape[-1]), dim=-1)
+        both = torch.stack((top.indices.double(), top.values.double()))
+        ids, values = both.tolist()
+        return _whole(ids), values
+
+    def _ints(self, *columns: Sequence[int]) -> Tensor:
+        """int64 [columns, n], sent in one copy."""
+        flat = [value for column in columns for value in column]
+        return ints(flat, self.model.weights.fc.device).view(len(columns), -1)
+
+
+def _whole(numbers: Any) -> Any:
+    """Nested lists of whole floats as of integers."""
+    return [_whole(x) for x in numbers] if isinstance(numbers, list) else int(numbers)

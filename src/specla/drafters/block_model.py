@@ -143,11 +143,13 @@ class BlockModel:
         for name, linear in self.linears():
             linear.check(f"drafter {name}")
 
-    def context(self, features: Tensor, positions: Tensor) -> list[KeysValues]:
+    def context(
+        self, features: Tensor, positions: Tensor, *, end: int | None = None
+    ) -> list[KeysValues]:
         """Per layer, keys and values of committed tokens: features [T, F * D] (the target's
-        outputs side by side), positions [T] int64."""
+        outputs side by side), positions [T] int64, all below `end` (None: looked up)."""
         c = rms_norm(self._fc(features), self.weights.context_norm, self.config.norm_eps)
-        turns = self._turns(positions)
+        turns = self._turns(positions, end)
         return [self._keys_values(i, c, turns) for i in range(len(self.layers))]
 
     def inputs(self, anchors: Tensor) -> Tensor:
@@ -157,10 +159,17 @@ class BlockModel:
         return self.weights.embeddings[ids.flatten()]
 
     def outputs(
-        self, x: Tensor, positions: Tensor, attend: Attend, inject: Inject | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        inject: Inject | None = None,
+        *,
+        end: int | None = None,
     ) -> Tensor:
-        """Block inputs x [M, D] at positions [M] -> normed outputs [M, D]."""
-        eps, turns = self.config.norm_eps, self._turns(positions)
+        """Block inputs x [M, D] at positions [M], all below `end` (None: looked up) -> normed
+        outputs [M, D]."""
+        eps, turns = self.config.norm_eps, self._turns(positions, end)
         for i, (w, linear) in enumerate(zip(self.weights.layers, self.layers, strict=True)):
             h = rms_norm(x, w.attn_norm, eps)
             q = linear["q"](h).unflatten(-1, (self.config.num_heads, -1))
@@ -217,11 +226,13 @@ class Turns:
         self._pages: list[Tensor] = []
         self._table = self._rates.new_empty(0, 2, len(half))
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        """positions [M] int64 -> [M, 2, d / 2] float64."""
-        most = int(positions.max()) if len(positions) else -1
-        if most >= len(self._table):
-            while len(self._pages) * _PAGE <= most:
+    def __call__(self, positions: Tensor, end: int | None = None) -> Tensor:
+        """positions [M] int64 -> [M, 2, d / 2] float64. end: above all of them; None: the device
+        is asked."""
+        if end is None:
+            end = 1 + int(positions.max()) if len(positions) else 0
+        if end > len(self._table):
+            while len(self._pages) * _PAGE < end:
                 start = len(self._pages) * _PAGE
                 turns = torch.arange(start, start + _PAGE, device=self._rates.device)
                 turns = turns.to(self._rates.dtype)[:, None] * self._rates

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specla.ops.transfer import ints
+
 
 class Features:
     """Filled by one `prefill` or `verify` that is given it; the next one fills it anew.
@@ -47,6 +49,6 @@ class Features:
         """[n, layers * D] of the rows `at` (None: all), in the model's dtype."""
         outputs = [self._outputs[layer] for layer in self.layers]
         if at is not None:
-            index = torch.tensor(at, dtype=torch.int64, device=outputs[0].device)
+            index = ints(at, outputs[0].device)
             outputs = [x.index_select(0, index) for x in outputs]
         return torch.cat(outputs, dim=-1)

@@ -19,6 +19,7 @@ from specla.errors import CapacityExceeded, ConfigError
 from specla.ops.contract import DevicePlan, Factors, LayerState, RecurrentShape, RoundPlan
 from specla.ops.gdn.reference import fold
 from specla.ops.norm import compute_dtype
+from specla.ops.transfer import ints
 from specla.state.log import Log
 from specla.state.plan import compile_round
 from specla.state.rounds import DeviceRounds, folded
@@ -178,7 +179,7 @@ class State:
     def committed(self, layer: int, slot: int) -> tuple[Tensor, Factors]:
         """What is committed, as it lies there: the base S [G, V, K] (a view) and the log's
         factors in order, not folded into it. What a drafter reads states through."""
-        entries = torch.tensor(self.logs[slot].entries(), dtype=torch.int64, device=self.device)
+        entries = ints(self.logs[slot].entries(), self.device)
         stored = self.layers[layer]
         return stored.S[slot], Factors(*(x[slot, entries] for x in stored.factors))
 
