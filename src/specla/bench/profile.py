@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from specla.bench import graphs
+from specla.bench import profile_draft as draft
 from specla.bench.graphs import Timing, time_graph
 from specla.bench.kernel_cases import Case, binary, chain, depth_of
 from specla.bench.kernel_problem import Problem
 from specla.bench.rounds import pend
 from specla.bench.table import spread
-from specla.drafters.base import DeviceDrafter, Drafter
+from specla.drafters.base import DeviceDrafter, Drafter, Shape
 from specla.engine.cost import Cost, CostTable, Identity, Part
 from specla.engine.engine import Engine
 from specla.models.base import TargetModel
@@ -71,7 +72,7 @@ class Profile:
         model: loaded; in exact mode checked (`check_rows`).
         max_batch, max_nodes: the largest round; sizes are powers of two up to there.
         log_capacity: of the engine that the table is for.
-        drafter: one more column: what a call of it costs, at the largest number of nodes.
+        drafter: one more column: what a call of it costs (`bench.profile_draft`).
         budget_s: seconds per measurement.
     """
 
@@ -86,7 +87,7 @@ class Profile:
         drafter: Drafter | None = None,
         budget_s: float = 0.05,
     ) -> None:
-        self._model, self._mode, self._drafter, self._budget = model, mode, drafter, budget_s
+        self._model, self._mode, self._budget = model, mode, budget_s
         self._nodes, self._log_capacity = bucket(max_nodes), log_capacity
         self._on_gpu = model.device.type == "cuda"
         self._batches = [1 << i for i in range(bucket(max_batch).bit_length())]
@@ -94,6 +95,10 @@ class Profile:
         self._state = self._new_state(self._batches[-1])
         self._slots = [self._state.acquire() for _ in range(self._batches[-1])]
         model.reserve(self._batches[-1] * self._nodes)
+        self.drafter = drafter and draft.placed(
+            drafter, model, rows=self._batches[-1], nodes=self._nodes, exact=mode == "exact"
+        )
+        """In the form that is measured."""
         self._passes = 1 if self._on_gpu else PASSES
         self._cold = True  # nothing has been run yet, a first call does not count
         self._problems: dict[Size, tuple[LayerState, RoundPlan, reference.Inputs]] = {}
@@ -101,13 +106,12 @@ class Profile:
 
     def __len__(self) -> int:
         """Sizes of every pass, and drafts: the steps of `run`."""
-        return self._passes * len(self._sizes) + (len(self._batches) if self._drafter else 0)
+        return self._passes * len(self._sizes) + len(self._drafts())
 
     def run(self) -> Iterator[int]:
         """Measure. Yields how many steps are done."""
         steps = [partial(self._measure, size) for size in self._sizes] * self._passes
-        if self._drafter:
-            steps += [partial(self._measure_draft, rows) for rows in self._batches]
+        steps += [partial(self._measure_draft, *one) for one in self._drafts()]
         for done, step in enumerate(steps, 1):
             self._cold = done <= len(self._sizes)
             step()
@@ -217,26 +221,28 @@ class Profile:
 
     # ---- the drafter
 
-    def _measure_draft(self, rows: int) -> None:
-        assert self._drafter is not None
-        found, which = self._time_draft(rows), self._drafter.info.priced_as
-        self._add("draft", rows, self._nodes, self._nodes - 1, found, which)
+    def _drafts(self) -> list[tuple[int, Shape]]:
+        """Rows and shapes of the calls to measure."""
+        if self.drafter is None:
+            return []
+        wanted = draft.asked(self.drafter, self._nodes, on_gpu=self._on_gpu)
+        return [(rows, shape) for rows in self._batches for shape in wanted]
 
-    def _time_draft(self, rows: int) -> Found:
-        drafter: object = self._drafter
+    def _measure_draft(self, rows: int, shape: Shape) -> None:
+        assert self.drafter is not None
+        found = self._time_draft(self.drafter, rows, shape)
+        self._add("draft", rows, *shape, found, self.drafter.info.priced_as)
+
+    def _time_draft(self, drafter: Drafter, rows: int, shape: Shape) -> Found:
         if not (self._on_gpu and isinstance(drafter, DeviceDrafter)):
-            return self._time_host_draft(rows)
-        arrays, rnd = self._rows(rows, HISTORY), self._state.rounds.round(rows, self._nodes)
-        rnd.num_nodes.fill_(1)
-        depth = drafter.depths(self._nodes)[-1]
-        return self._time(lambda: drafter.launch(arrays, rnd, depth=depth))
+            return self._time_host_draft(drafter, rows)
+        arrays, rnd = self._rows(rows, HISTORY), self._state.rounds.round(rows, shape.nodes)
+        return self._time(draft.launching(drafter, self._model, arrays, rnd, shape.depth))
 
-    def _time_host_draft(self, rows: int) -> Found:
+    def _time_host_draft(self, drafter: Drafter, rows: int) -> Found:
         """In an engine of its own, which is what hands a drafter its rows."""
-        assert self._drafter is not None
         engine = Engine(
-            self._model, self._new_state(rows), self._drafter, mode=self._mode,
-            prefill_chunk=HISTORY,
+            self._model, self._new_state(rows), drafter, mode=self._mode, prefill_chunk=HISTORY,
         )  # fmt: skip
         for row in range(rows):
             prompt = tuple(_tokens(row, self._model.info.vocab_size))
@@ -244,12 +250,8 @@ class Profile:
                 Request(request_id=str(row), prompt_token_ids=prompt, params=GREEDY, seed=row)
             )
         engine.step()  # prefills
-        samples: list[float] = []
-        until = time.perf_counter() + 4 * self._budget
-        while len(samples) < PASSES or time.perf_counter() < until:
-            before = engine.stats.seconds["draft"]
-            engine.step()
-            samples.append(1e6 * (engine.stats.seconds["draft"] - before))
+        calls = draft.drafting(engine)
+        samples = draft.for_a_while(calls, fewest=PASSES, seconds=4 * self._budget)
         for row in range(rows):
             engine.abort(str(row))
         return samples

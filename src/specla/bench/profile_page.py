@@ -55,7 +55,7 @@ def _round(
 ) -> Round:
     us = table.round_us(rows, nodes, depth=depth, mode=mode)
     if drafter is not None and nodes > 1:
-        us += table.draft_us(rows, nodes, drafter, mode=mode)
+        us += table.draft_us(rows, nodes, drafter, depth=depth, mode=mode)
     steps = us / table.ar_us(rows, mode=mode)
     return Round(
         rows=rows, nodes=nodes, depth=depth, us=us, steps=steps,

@@ -17,6 +17,7 @@ from specla.cli.single import print_line
 from specla.errors import ConfigError
 
 if TYPE_CHECKING:
+    from specla.bench.profile import Profile
     from specla.config import ResolvedConfig
     from specla.drafters.base import Drafter
     from specla.engine.cost import CostTable
@@ -82,9 +83,10 @@ def profile(
         target = _load(config, loading)
         path, older = _place(output, target, config.log_capacity)
         measuring = (lambda done, total: tick("measuring", done, total)) if tick else None
-        table = _measure(config, target, guesser, measuring).replacing(older)
+        measured = _measure(config, target, guesser, measuring)
+        table = measured.table().replacing(older)
     table.save(path)
-    _print(table, config, guesser, path, json=json)
+    _print(table, config, measured.drafter, path, json=json)
     return 0
 
 
@@ -153,7 +155,7 @@ def _place(
 
 def _measure(
     config: ResolvedConfig, target: TargetModel, drafter: Drafter | None, progress: object
-) -> CostTable:
+) -> Profile:
     from specla.bench.profile import Profile
 
     measuring = Profile(
@@ -163,7 +165,7 @@ def _measure(
     for done in measuring.run():
         if callable(progress):
             progress(done, len(measuring))
-    return measuring.table()
+    return measuring
 
 
 def _print(
