@@ -51,6 +51,7 @@ class EagerLayer:
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self._drafter, self._info = drafter, drafter.info
+        self.load([])
 
     level_bytes = 0
 
@@ -68,6 +69,8 @@ class EagerLayer:
     def __call__(self, arrays: RowArrays, rnd: DeviceRound, features: Tensor, depth: int) -> None:
         drafter, slots = self._drafter, rnd.slot.tolist()[: len(self._started)]
         live = [b for b in range(len(slots)) if rnd.num_nodes[b]]
+        if not live:
+            return
         self._logs = [drafter.model.mixer.state.logs[slot] for slot in slots]  # type: ignore[attr-defined]
         lengths = [
             int(rnd.path_len[b]) if self._fed[b] and b in live else 0 for b in range(len(slots))

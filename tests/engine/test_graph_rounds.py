@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GraphRounds` itself on a played CUDA: a graph is replayed by launching again, in Triton's
+interpreter, and the target is a CPU's, over the integers that the device would have. Tokens are
+those of plain decoding. Tier: exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from behind import Turns
+from engine_harness import Run, check_rules, check_whole, make_engine, outcome, plain, request
+from engine_requests import LONG, LOOP, WALK
+from torch import Tensor
+
+from specla import drafters
+from specla.drafters.base import Drafter, Shape
+from specla.engine.engine import Engine
+from specla.models.base import TargetModel
+from specla.models.features import Features
+from specla.ops.contract import DevicePlan, RoundPlan
+from specla.request import Request
+from specla.state import State
+from specla.topology.tree import DraftTree
+
+pytest.importorskip("triton")
+from specla.engine.graphs import GraphRounds
+from specla.ops.rows import INTERPRET
+
+pytestmark = pytest.mark.skipif(not INTERPRET, reason="a GPU has its own tests")
+# Greedy: the device's draws round otherwise.
+REQUESTS = [
+    request("loop", LOOP, seed=2, max_tokens=14),
+    request("stop", WALK, seed=1, max_tokens=12, stop=("ab", "d", "x")),
+    request("one token", (11,), seed=3, max_tokens=10),
+    request("long", LONG, seed=4, max_tokens=6),
+    request("host's", WALK, seed=8, top_k=3, temperature=0.5, max_tokens=4),
+]
+SHAPES = Shape(4, 3), Shape(1, 0), Shape(4, 2), Shape(2, 1)
+
+
+class Graph:
+    """Replayed by calling what was launched while it was captured."""
+
+    capturing: Graph | None = None
+    replay: Callable[[], None]
+
+
+class Stream:
+    def wait_stream(self, other: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def capture(graph: Graph) -> Iterator[None]:
+    Graph.capturing = graph
+    yield
+    Graph.capturing = None
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        **{"CUDAGraph": Graph, "graph": capture, "Stream": Stream, "Event": Event},
+        **{"stream": nullcontext, "current_stream": Stream},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
+
+
+class Played(GraphRounds):
+    def _launches(self, one, depth):  # type: ignore[no-untyped-def]
+        if Graph.capturing is not None:
+            Graph.capturing.replay = partial(super()._launches, one, depth)
+        super()._launches(one, depth)
+
+
+class Target:
+    """A CPU's target, whose verify gets its round from the device's integers."""
+
+    def __init__(self, model: TargetModel) -> None:
+        self._model, self.info, self.dtype = model, model.info, model.dtype
+        self.device = model.device
+        self.verified: list[tuple[int, int]] = []
+
+    def reserve(self, max_rows: int) -> None: ...
+
+    def verify(self, plan: DevicePlan, state: State, features: Features | None = None) -> Tensor:
+        rnd = plan.round
+        rows, nodes = rnd.tokens.shape
+        logits = torch.full((rows * nodes, self.info.vocab_size), float("nan"))
+        live = [b for b in range(rows) if rnd.num_nodes[b]]
+        if not live:
+            return logits
+        self.verified.append((rows, nodes))
+        sizes = rnd.num_nodes.tolist()
+        trees = [
+            DraftTree(rnd.tokens[b, : sizes[b]].tolist(), rnd.parents[b, : sizes[b]].tolist())
+            for b in live
+        ]
+        host, state.logs = state.logs, list(state.logs)
+        for b in live:
+            slot, log = int(rnd.slot[b]), copy(host[int(rnd.slot[b])])
+            log.bank, log.ring_len = int(rnd.bank[b]), int(rnd.ring_len[b])
+            log.path = tuple(rnd.path[b, : int(rnd.path_len[b])].tolist())
+            state.logs[slot] = log
+        made = state.begin([int(rnd.slot[b]) for b in live], trees)
+        assert isinstance(made, RoundPlan)
+        read = None if features is None else Features(features.layers)
+        found = self._model.verify(made, state, read)
+        state.logs = host
+        at = [b * nodes + i for b in live for i in range(sizes[b])]
+        logits[at] = found.float()
+        if features is not None and read is not None:
+            for layer, x in zip(
+                features.layers, read.rows().chunk(len(read.layers), -1), strict=True
+            ):
+                padded = torch.full((rows * nodes, x.shape[1]), float("nan"))
+                padded[at] = x
+                features.take(layer, padded)
+        return logits
+
+
+def engine_with(model: TargetModel, drafter: Drafter, budget: str) -> tuple[Engine, Played]:
+    engine = make_engine(model, slots=2, nodes=4, log=3, budget=budget)
+    engine._on_gpu = True
+    engine.use(drafter)
+    free = engine.spending is not None and engine.spending.free is not None
+    engine._graphs = rounds = Played(
+        Target(model), engine.state, engine.drafter, kernel=engine.kernels.of,  # type: ignore[arg-type]
+        width=engine._width if free else None,
+    )  # fmt: skip
+    return engine, rounds
+
+
+def go(engine: Engine, requests: Sequence[Request]) -> Run:
+    run, waiting = Run(), list(requests)
+    for step in range(400):
+        if waiting and step % 3 == 0:
+            engine.add(waiting.pop(0))
+        run.take(engine.step())
+        if not engine._graphs._flight.rows:  # type: ignore[union-attr]
+            check_rules(engine)
+        if not (waiting or engine.has_work):
+            break
+    check_whole(engine)
+    return run
+
+
+def check(run: Run, model: TargetModel) -> None:
+    assert run.outcomes() == {n: outcome(c) for n, c in plain(model, REQUESTS).items()}
+
+
+@pytest.mark.parametrize("budget", ["off", "paying", "1"])
+def test_ngram(target: TargetModel, budget: str) -> None:
+    engine, rounds = engine_with(target, drafters.build("ngram"), budget)
+    engine.capture()
+    if budget == "paying":
+        engine.spending.free = Turns(SHAPES, 2)  # type: ignore[union-attr, assignment]
+    graphs = {key: set(one.graphs) for key, one in rounds._buckets.items()}
+    check(go(engine, REQUESTS), target)
+    if budget != "paying":
+        again = {key: set(one.graphs) for key, one in rounds._buckets.items()}
+        assert again == graphs, "all were captured at the start"
+    sizes = {nodes for _, nodes in rounds._model.verified}  # type: ignore[attr-defined]
+    expected = {"off": {4}, "paying": {1, 2, 4}, "1": {1, 2}}[budget]
+    assert sizes <= expected
+    assert max(sizes) == max(expected)
+
+
+def test_an_eagle_drafter_with_a_budget(tmp_path: Path, target: TargetModel) -> None:
+    """What it launches is played by its eager form; shapes and rest by turns."""
+    import test_eagle_behind as eagle
+
+    drafter = eagle.Played(path=eagle.folder(tmp_path, target), **eagle.OPTIONS)
+    engine, rounds = engine_with(target, drafter, "paying")
+    assert engine.drafter is drafter
+    turns = engine.spending.free = Turns(SHAPES, 2)  # type: ignore[union-attr, assignment]
+    check(go(engine, REQUESTS), target)
+    assert {shape for shape, _ in turns.seen} >= {Shape(4, 3), Shape(1, 0)}
+    assert rounds._resting is not None
+
+
+def test_a_drafter_of_the_host_that_reads_features(tmp_path: Path, target: TargetModel) -> None:
+    """It loses its credit soon, and rests."""
+    import test_eagle_behind as eagle
+
+    drafter = eagle.EagleDrafter(
+        path=eagle.folder(tmp_path, target), on_device=False, **eagle.OPTIONS
+    )
+    engine, rounds = engine_with(target, drafter, "paying")
+    assert engine.spending is not None
+    engine.spending.budget.account.credit = 0.5
+    check(go(engine, REQUESTS), target)
+    assert engine.stats.decisions.reasons["off"] > 5
+    assert rounds._resting is not None
