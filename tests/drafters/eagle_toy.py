@@ -71,12 +71,12 @@ def toy_drafter(folder: Path, target: ModelInfo, *, seed: int = 0, **options: An
     """An untrained drafter for a target, written once per folder."""
     if not (folder / "config.json").exists():
         write_drafter(folder, toy_config(target), seed=seed)
-    return EagleDrafter(path=str(folder), **options)
+    return EagleDrafter(path=str(folder), **{"min_survival": 0, **options})
 
 
 def habits_drafter(**options: Any) -> EagleDrafter:
     """An untrained drafter for `engine_harness.load_target`'s target, without its fingerprint."""
-    return EagleDrafter(path=str(_habits_folder()), tau=50.0, **options)
+    return EagleDrafter(path=str(_habits_folder()), tau=50.0, min_survival=0, **options)
 
 
 @cache

@@ -380,6 +380,7 @@ def test_options_out_of_range_are_named(folder: Path, target: TargetModel) -> No
     bound(folder, target)
     for option, value in (
         ("top_k", 0), ("max_depth", 0), ("tau", -1), ("tau", float("nan")), ("spine", "no"),
+        ("min_survival", -0.1), ("min_survival", 1.5),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=option):
             EagleDrafter(path=str(folder), **{option: value})

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: TargetModel) -> Pat
 
 
 def bound(folder: Path, target: TargetModel, **options: object) -> EagleDrafter:
-    drafter = EagleDrafter(path=str(folder), tau=50.0, **options)  # type: ignore[arg-type]
+    drafter = EagleDrafter(path=str(folder), tau=50.0, min_survival=0, **options)  # type: ignore[arg-type]
     drafter.bind(target, num_slots=4, max_nodes=6, exact=True)
     return drafter
 
@@ -133,7 +133,7 @@ def test_drafting_forking_and_reset(folder: Path, target: TargetModel) -> None:
 
 def test_it_changes_no_output(tmp_path: Path, target: TargetModel) -> None:
     write_drafter(tmp_path, toy_config(target.info, **ATTENTION))
-    drafter = EagleDrafter(path=str(tmp_path), tau=50.0)
+    drafter = EagleDrafter(path=str(tmp_path), tau=50.0, min_survival=0)
     requests = [
         request(f"{i}/{t}", prompt, temperature=t, seed=i)
         for i, prompt in enumerate((LOOP, WALK, LONG, LOOP[:1]))

@@ -58,7 +58,7 @@ class Game:
         self, folder: Path, target: TargetModel, max_nodes: int, options: dict[str, object]
     ) -> None:
         self.rng, self.max_nodes = random.Random(max_nodes), max_nodes
-        self.eager = EagleDrafter(path=str(folder), **options)  # type: ignore[arg-type]
+        self.eager = EagleDrafter(path=str(folder), min_survival=0, **options)  # type: ignore[arg-type]
         self.device = DeviceEagle(path=str(folder), **options)  # type: ignore[arg-type]
         for one in (self.eager, self.device):
             one.bind(target, num_slots=SLOTS, max_nodes=max_nodes, exact=True)

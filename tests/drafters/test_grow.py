@@ -110,6 +110,22 @@ def test_without_a_spine_a_small_budget_can_lose_the_chain() -> None:
     assert lost
 
 
+@pytest.mark.parametrize("root", range(8))
+def test_nothing_grows_below_an_improbable_path(root: int) -> None:
+    options = {"max_depth": 6, "max_drafts": 200, "tau": 99.0, "spine": True}
+    tree = grow(root, top_k=3, min_survival=0.1, **options)
+    assert tree.logprobs is not None
+
+    def survival(node: int) -> float:
+        return math.exp(sum(tree.logprobs[n] for n in tree.path_to(node)))  # type: ignore[index]
+
+    inner = set(tree.parents) - {-1, 0}
+    assert all(survival(node) >= 0.1 for node in inner)
+    assert any(survival(node) < 0.1 for node in range(tree.num_nodes))
+    chain = grow(root, top_k=1, min_survival=0.1, **options)
+    assert paths(chain) <= paths(tree)
+
+
 def test_no_budget_no_drafts() -> None:
     tree = Growing(9, top_k=2, max_depth=3, max_drafts=0, tau=9.0, spine=True)
     tree.add(0, [1, 2], [-1.0, -2.0])

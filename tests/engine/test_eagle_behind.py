@@ -197,7 +197,9 @@ def test_rounds_on_the_device_are_the_host_drafters(
     engine = make_engine(target, Played(path=path, **OPTIONS), slots=slots, log=4)  # type: ignore[arg-type]
     rounds = resident(engine)
     run = run_behind(engine, rounds, FREE, every=every)
-    host = drive(make_engine(target, EagleDrafter(path=path, **OPTIONS), slots=3), FREE)  # type: ignore[arg-type]
+    host = drive(
+        make_engine(target, EagleDrafter(path=path, min_survival=0, **OPTIONS), slots=3), FREE
+    )  # type: ignore[arg-type]
     check(run, host, target, FREE)
     assert rounds.launches > 10
 
@@ -222,7 +224,9 @@ def test_an_abort_while_a_round_is_under_way(tmp_path: Path, target: TargetModel
         abort,
     )  # fmt: skip
     assert len(aborted) == 3
-    host = drive(make_engine(target, EagleDrafter(path=path, **OPTIONS), slots=2), good)  # type: ignore[arg-type]
+    host = drive(
+        make_engine(target, EagleDrafter(path=path, min_survival=0, **OPTIONS), slots=2), good
+    )  # type: ignore[arg-type]
     check(run, host, target, good, accepted=4)
 
 
@@ -266,7 +270,7 @@ def test_the_kernels_rounds(tmp_path: Path, target: TargetModel) -> None:
     rounds = resident(engine)
     requests = [request("loop", LOOP, seed=2, max_tokens=12), FREE[2], FREE[7]]
     run = run_behind(engine, rounds, requests, every=3)
-    drafter = EagleDrafter(path=path, **OPTIONS)  # type: ignore[arg-type]
+    drafter = EagleDrafter(path=path, min_survival=0, **OPTIONS)  # type: ignore[arg-type]
     host = drive(make_engine(target, drafter, slots=3, nodes=4), requests)
     check(run, host, target, requests, accepted=1)
     assert rounds.launches > 5

@@ -254,7 +254,9 @@ def test_training_makes_a_drafter_that_is_accepted(
     before = float(rows[1].split(",")[4])
     assert found.tau > before + 0.5
     assert 1 <= found.tau <= 7
-    drafter = EagleDrafter(path=str(tmp_path / "checkpoint"), top_k=1, max_depth=6, tau=1e9)
+    drafter = EagleDrafter(
+        path=str(tmp_path / "checkpoint"), top_k=1, max_depth=6, tau=1e9, min_survival=0
+    )
     engine = make_engine(target, drafter, slots=4, nodes=7)
     requests = [request(str(i), PROMPTS[i], max_tokens=20) for i in range(20, 24)]
     done = drive(engine, requests).completions

@@ -47,6 +47,9 @@ class EagleDrafter:
         tau: keep a node iff its log-probability is within tau of the best of depth 1.
         spine: keep the likeliest chain before anything else, so that a tree never accepts less
             than the chain.
+        min_survival: expand a node only if the probability of its path is at least this: a level
+            takes about as long as verifying one node does. Inside the round's graph, where every
+            level is launched, it has no effect.
         on_device: draft inside the round's graph (`eagle_device`), which needs a GPU; None: there,
             if its kernels can do it.
 
@@ -63,12 +66,14 @@ class EagleDrafter:
         max_depth: int = 6,
         tau: float = 6.0,
         spine: bool = True,
+        min_survival: float = 0.2,
         on_device: bool | None = None,
     ) -> None:
         require_int("top_k", top_k, 1, 64)
         require_int("max_depth", max_depth, 1, 1023)
         require_number("tau", tau, 0, 1e9)
         require_flag("spine", spine)
+        require_number("min_survival", min_survival, 0, 1)
         if on_device is not None:
             require_flag("on_device", on_device)
         self._on_device = on_device
@@ -76,9 +81,11 @@ class EagleDrafter:
         self.config = read_config(self._folder)
         self.feature_layers = self.config.target_layer_ids
         self._top_k, self._tau, self._spine = top_k, tau, spine
+        self._min_survival = min_survival
         variant = described(
-            checkpoint=digest(self.config), top_k=top_k, max_depth=max_depth, tau=tau, spine=spine
-        )
+            checkpoint=digest(self.config), top_k=top_k, max_depth=max_depth, tau=tau, spine=spine,
+            min_survival=min_survival,
+        )  # fmt: skip
         self.info = DrafterInfo(
             name="eagle", max_depth=max_depth, may_return_nothing=True, variant=variant
         )
@@ -221,6 +228,7 @@ class EagleDrafter:
             max_drafts=row.max_drafts,
             tau=self._tau,
             spine=self._spine,
+            min_survival=self._min_survival,
         )
 
     def _expand(

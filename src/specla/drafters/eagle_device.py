@@ -53,7 +53,9 @@ class DeviceEagle(EagleDrafter):
         spine: bool = True,
     ) -> None:
         require_int("top_k", top_k, 1, MAX_TOP_K)
-        super().__init__(path=path, top_k=top_k, max_depth=max_depth, tau=tau, spine=spine)
+        super().__init__(
+            path=path, top_k=top_k, max_depth=max_depth, tau=tau, spine=spine, min_survival=0
+        )
         if self.config.mixer != "gdn":
             raise ConfigError(
                 f"drafting on the device needs mixer gdn, {path} has {self.config.mixer}; leave "

@@ -11,6 +11,7 @@ Source: EAGLE-2 (arXiv 2406.16858) for growing and reranking; SpecLA (arXiv 2607
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from specla.topology.tree import DraftTree
@@ -25,13 +26,23 @@ class Growing:
         max_depth, max_drafts: bounds of the tree below node 0.
         tau: keep a node iff q* - q <= tau, q* the best score of depth 1.
         spine: the likeliest chain is kept before anything else.
+        min_survival: expand a node only if the probability of its path is at least this.
     """
 
     def __init__(
-        self, root: int, *, top_k: int, max_depth: int, max_drafts: int, tau: float, spine: bool
+        self,
+        root: int,
+        *,
+        top_k: int,
+        max_depth: int,
+        max_drafts: int,
+        tau: float,
+        spine: bool,
+        min_survival: float = 0.0,
     ) -> None:
         self._top_k, self._max_depth, self._max_drafts = top_k, max_depth, max_drafts
         self._tau, self._with_spine = tau, spine
+        self._least = math.log(min_survival) if min_survival else -math.inf
         self.tokens, self.parents = [root], [-1]
         self._logprobs, self._scores, self._depths = [0.0], [0.0], [0]
         self._spine = {0}
@@ -52,7 +63,8 @@ class Growing:
         depth = self._depths[-1]
         if depth >= self._max_depth or not self._max_drafts:
             return []
-        best = [node for node in self._best() if self._depths[node] == depth]
+        deepest = (node for node in self._best() if self._depths[node] == depth)
+        best = [node for node in deepest if self._scores[node] >= self._least]
         # The spine comes first in `_best` and takes one of the places.
         return sorted(best[: self._top_k])
 
