@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +16,21 @@ from completions import completion
 from specla.bench.accept import Answer, Tally
 from specla.bench.headline import Ratio
 from specla.bench.measure import Prompt
+from specla.bench.random_model import gdn_1_3b
 from specla.bench.studies import REGISTRY, find
 from specla.bench.studies.batch import taken
 from specla.bench.studies.controlled import closed_form
 from specla.bench.studies.counts import figures, over_rounds, tau_over
 from specla.bench.studies.guesses import Guesses
 from specla.bench.studies.reader import labels
-from specla.bench.studies.study import UNITS, named
+from specla.bench.studies.study import UNITS, Subject, named
 from specla.bench.studies.tree import around
-from specla.drafters.base import DeviceDrafter, DraftRow
+from specla.drafters.base import DeviceDrafter, Drafter, DraftRow
+from specla.drafters.none import NoDrafter
+from specla.engine.engine import Engine
 from specla.errors import ConfigError
+from specla.request import SamplingParams
+from specla.state import State
 from specla.testing import OracleDrafter, replay
 
 VOCAB = 50
@@ -146,3 +152,30 @@ def test_studies_say_what_they_are() -> None:
         assert study.centre.keys() <= study.factors.keys()
         assert {named(figure) for figure in study.recorded} <= UNITS.keys()
         assert study.about.strip().endswith((".", ")."))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 4, 7])
+def test_in_a_graph_the_oracle_is_right_and_the_text_the_same(length: int) -> None:
+    model = gdn_1_3b(layers=2)
+    model.check_rows(length + 1)
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    prompt = list(range(100, 140))
+
+    def subject(drafter: Drafter, nodes: int) -> Subject:
+        state = State(
+            model.info.recurrent, num_slots=1, max_nodes=nodes, log_capacity=16,
+            dtype=model.dtype, device="cuda",
+        )  # fmt: skip
+        engine = Engine(model, state, drafter, mode="exact", prefill_chunk=64)
+        return Subject(engine, lambda text: prompt)
+
+    want = subject(NoDrafter(), 1).one("", params)
+    drafter = Guesses(length, vocab_size=model.info.vocab_size, device="cuda")
+    mine = subject(drafter, length + 1)
+    for p in (1, 0, 0.5):
+        drafter.expect(prompt, want.token_ids, p)
+        done = mine.one("", params)
+        assert done.token_ids == want.token_ids
+        if p != 0.5:
+            assert done.speculation.rounds == (ceil(60 / (length + 1)) if p else 60)

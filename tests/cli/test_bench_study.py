@@ -82,17 +82,17 @@ def test_controlled_acceptance_brings_what_it_should(measure: Any, tmp_path: Pat
 
 def test_one_factor_of_a_tree_at_a_time(measure: Any, info: ModelInfo, tmp_path: Path) -> None:
     folder = write_drafter(tmp_path / "d", toy_config(info))
-    values = ["top_k=1,2", "max_depth=1,2", "nodes=2,4", "tau=0,50"]
+    values = ["top_k=1,2", "max_depth=1,2", "nodes=2,4", "threshold=0,50"]
     flags = [part for text in values for part in ("--vary", text)]
-    centre = ["--at", "nodes=4", "--at", "max_depth=2", "--at", "top_k=2", "--at", "tau=50"]
+    centre = ["--at", "nodes=4", "--at", "max_depth=2", "--at", "top_k=2", "--at", "threshold=50"]
     sizes = ["--prompts", "1", "--max-tokens", "8", "--drafter", f"eagle:{folder}"]
     found = measure("tree", *flags, *centre, *sizes, "--report", str(tmp_path / "r"))
-    middle = {"top_k": 2, "max_depth": 2, "nodes": 4, "tau": 50, "suite": "tiny"}
+    middle = {"top_k": 2, "max_depth": 2, "nodes": 4, "threshold": 50, "suite": "tiny"}
     assert found[0]["at"] == middle
     for one in found[1:]:
         (factor,) = {name for name, value in one["at"].items() if value != middle[name]}
         assert one["at"][factor] in {"top_k": (1,), "max_depth": (1,), "nodes": (2,),
-                                     "tau": (0,)}[factor]  # fmt: skip
+                                     "threshold": (0,)}[factor]  # fmt: skip
     assert len(found) == 5
     for one in found:
         assert 1 <= one["figures"]["tau"] <= 1 + min(one["at"]["max_depth"], one["at"]["nodes"])
@@ -103,7 +103,7 @@ def test_what_cannot_be_loaded_is_missing_but_the_centre_must_be(
     measure: Any, info: ModelInfo, toy: Path, tmp_path: Path, capsys: CAPTURE
 ) -> None:
     folder = write_block(tmp_path / "b", block_config(info))
-    only = ["--vary", "top_k=1", "--vary", "nodes=4", "--vary", "tau=6"]
+    only = ["--vary", "top_k=1", "--vary", "nodes=4", "--vary", "threshold=6"]
     few = ["--prompts", "1", "--max-tokens", "6", "--drafter", f"block:{folder}"]
     found = measure("tree", *only, *few, "--vary", "max_depth=6", "--at", "max_depth=2")
     missing = [one["missing"] for one in found if one["missing"]]

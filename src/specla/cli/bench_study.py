@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specla.cli.console import Tick
 
 # Console width where stdout is no terminal: the table must not be cut in a log.
-LOG_WIDTH = 170
+LOG_WIDTH = 260
 RESULTS = Path("results/results.csv")
 
 
@@ -249,6 +249,9 @@ def _show(
     if not console.is_terminal:
         console = Console(highlight=False, width=LOG_WIDTH)
     console.print(page.render(found, f"{study.name}: {run['model']} on {run['device']}"))
+    for one in found:
+        if one.missing is not None:
+            note(f"missing: {dict(one.at)}: {one.missing}")
 
 
 def _keep(

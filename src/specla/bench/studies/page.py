@@ -85,14 +85,18 @@ def cells(one: Measurement, factors: Sequence[str], figures: Sequence[str]) -> l
 
 
 def written(figure: Figure) -> str:
-    """With its interval, if it has one."""
+    """With its interval, if it has one; of one prompt there is none."""
+    if isinstance(figure, Ratio) and figure.low < figure.high:
+        return f"{shortly(figure)} ({figure.low:.2f}-{figure.high:.2f})"
+    return shortly(figure)
+
+
+def shortly(figure: Figure) -> str:
+    """Without its interval."""
     if figure is None:
         return "-"
-    if isinstance(figure, Ratio) and figure.low == figure.high:
-        # Of one prompt: it has no interval.
-        return f"{figure.value:.2f}"
     if isinstance(figure, Ratio):
-        return f"{figure.value:.2f} ({figure.low:.2f}-{figure.high:.2f})"
+        return f"{figure.value:.2f}"
     if isinstance(figure, int):
         return f"{figure:,}"
     return f"{figure:.2f}" if abs(figure) < 100 else f"{figure:,.0f}"
@@ -103,13 +107,15 @@ def _text(value: object) -> str:
 
 
 def render(found: Sequence[Measurement], title: str) -> Table:
-    """The table, for a terminal."""
-    factors, figures = headers(found)
+    """The table of those that have figures, for a terminal: intervals are on the page."""
+    there = [one for one in found if one.missing is None]
+    factors, figures = headers(there)
     table = Table(title=title, title_justify="left", pad_edge=False)
     for name in (*factors, *figures):
-        table.add_column(name, justify="right")
-    for one in found:
-        table.add_row(*cells(one, factors, figures))
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in there:
+        at = [_text(one.at.get(name, "-")) for name in factors]
+        table.add_row(*at, *(shortly(one.figures.get(name)) for name in figures))
     return table
 
 

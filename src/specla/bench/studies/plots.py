@@ -94,3 +94,10 @@ def whole(axis: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def alike(axes: Sequence[Axis]) -> None:
+    """The same reach upwards, so that what one factor does compares with another."""
+    limits = [axis.get_ylim() for axis in axes]
+    for axis in axes:
+        axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))

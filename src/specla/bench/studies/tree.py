@@ -20,15 +20,16 @@ class Tree:
     about = """\
 One factor at a time is changed around a centre: children per node (`top_k`; 1 is a chain),
 deepest draft (`max_depth`), nodes that a round verifies, node 0 included (`nodes`), and how far
-below the best first draft's log-probability a node may be (`tau`; large: no pruning). No budget:
-all that the drafter proposes is verified. Plain decoding takes turns with every setting."""
+below the best first draft's log-probability a node may be (`threshold`, the drafters' option tau;
+large: no pruning). No budget: all that the drafter proposes is verified. Plain decoding takes
+turns with every setting."""
     factors: Mapping[str, tuple[Value, ...]] = {
         "top_k": (1, 2, 4, 8),
         "max_depth": (2, 4, 6, 8),
         "nodes": (4, 8, 16, 32, 64),
-        "tau": (1, 2, 4, 6, 8, 12),
+        "threshold": (1, 2, 4, 6, 8, 12),
     }
-    centre: Mapping[str, Value] = {"top_k": 4, "max_depth": 6, "nodes": 16, "tau": 6}
+    centre: Mapping[str, Value] = {"top_k": 4, "max_depth": 6, "nodes": 16, "threshold": 6}
     drafters = (1, 1)
     prompts = 8
     recorded = ("ratio", "tau")
@@ -65,6 +66,8 @@ all that the drafter proposes is verified. Plain decoding takes turns with every
                 what = {"tau": "tokens per round", "ratio": "speed over plain decoding"}[name]
                 plots.label(axis, factor, what, legend=axis is panels[0])
             plots.even(panels[len(self.factors) + i])
+        for row in (panels[: len(self.factors)], panels[len(self.factors) :]):
+            plots.alike(row)
         return figure
 
 
@@ -77,7 +80,7 @@ def around(
 
 
 def _measure(lab: Lab, at: Mapping[str, Value], until: float) -> Iterator[Measurement]:
-    options = {name: at[name] for name in ("top_k", "max_depth", "tau")}
+    options = {"top_k": at["top_k"], "max_depth": at["max_depth"], "tau": at["threshold"]}
     setting = Setting(drafter=lab.drafters[0], options=options, max_nodes=int(at["nodes"]))
     subject = lab.load(setting)
     name = subject.engine.drafter.info.name
