@@ -13,10 +13,12 @@ import pytest
 import torch
 from block_toy import block_config, reader_config, write_block
 from eagle_toy import toy_config, write_drafter
+from headline_data import make_data
 
 from specla import models
-from specla.bench.studies import REGISTRY
+from specla.bench.studies import REGISTRY, find
 from specla.cli import main
+from specla.cli.bench_study import _prompts
 from specla.models.base import ModelInfo
 from specla.models.toy import write_toy_checkpoint
 
@@ -194,6 +196,11 @@ def test_an_earlier_run_is_shown_and_recorded(
     assert "one run of study batch" in capsys.readouterr().err
 
 
+def test_the_headline_s_suites_take_turns(tmp_path: Path) -> None:
+    found = _prompts(find("tree"), None, make_data(tmp_path / "d"), 2)
+    assert [prompt.kind for prompt in found] == ["gsm8k", "humaneval", "mixed"] * 2
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -214,6 +221,7 @@ def test_an_earlier_run_is_shown_and_recorded(
         ("batch --suite a --data b", "--suite and --data must not be given together"),
         ("tree --max-nodes 8", "--max-nodes has no effect on study tree"),
         ("batch --record", "--record must come with --texts"),
+        ("batch --from x --texts y", "--texts has no effect with --from"),
         ("batch --from nowhere", "--from must be the JSON lines of one run of study batch"),
     ],
 )

@@ -111,6 +111,10 @@ def study(
     wanted = find(name)
     folder = report or (results.parent / "studies" / name if record else None)
     if source is not None:
+        if texts is not None:
+            raise ConfigError(
+                "--texts has no effect with --from, which runs nothing; leave it out"
+            )
         from specla.bench.studies import page
 
         found, run = page.read(source, name)

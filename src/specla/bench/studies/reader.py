@@ -47,7 +47,7 @@ and 58 % with the reader) and table 2 (tau +5.97 % over training on without a st
     factors: Mapping[str, tuple[Value, ...]] = {"top_k": (1, 4)}
     centre: Mapping[str, Value] = {}
     drafters = (1, 8)
-    prompts = 16
+    prompts = 12
     recorded = ("tau", "over_first", "first_token", "survival")
     max_nodes = 16
 
@@ -59,7 +59,9 @@ and 58 % with the reader) and table 2 (tau +5.97 % over training on without a st
                 name: lab.load(_setting(lab, drafter, width, reader))
                 for name, (drafter, reader) in chosen.items()
             }
-            scores = lab.take_turns(subjects, lab.prompts, lab.share(len(widths) - done))
+            # The other half is for counting, which takes every prompt.
+            until = lab.share(2 * (len(widths) - done))
+            scores = lab.take_turns(subjects, lab.prompts, until)
             for suite in lab.suites():
                 prompts = [prompt for prompt in lab.prompts if prompt.kind == suite]
                 yield from _counted(lab, subjects, prompts, scores, {"top_k": width})
