@@ -20,6 +20,7 @@ from block_toy import DFLASH, block_config, random_tensors, reader_config, write
 from specla.bench.random_model import RandomGDN, gdn_1_3b
 from specla.drafters.base import Drafter
 from specla.drafters.block import BlockDrafter
+from specla.drafters.block_graph import GraphBlock
 from specla.drafters.none import NoDrafter
 from specla.drafters.reader import Reader, reader_tensors
 from specla.engine.engine import Engine
@@ -28,7 +29,7 @@ from specla.request import Request, SamplingParams
 from specla.state import State
 
 pytestmark = pytest.mark.gpu
-ROWS, TOKENS = 4, 48
+ROWS, TOKENS = 4, 200
 KINDS: dict[str, dict[str, Any]] = {
     "dspark": {},
     "dflash": dict(DFLASH),
@@ -76,13 +77,21 @@ def decode(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_changes_no_token(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reads", [False, True], ids=["graphs", "reader"])
+def test_it_changes_no_token(kind: str, reads: bool, tmp_path: Path) -> None:
+    """As graphs, with a context that outgrows its first room, or eagerly with a reader."""
     sizes = {"head_dim": 64, "intermediate_size": 512, "target_layer_ids": (0, 2)}
     config = block_config(target().info, **{**sizes, **KINDS[kind]})
     write_block(tmp_path, config, reader_config(target().info, state_layers=(1, 3), rank=8))
-    drafter = BlockDrafter(path=str(tmp_path), tau=50.0)
-    assert drafter.info.name == "block+reader"
-    assert decode(drafter, 8) == decode(NoDrafter(), 1)
+    drafter = BlockDrafter(path=str(tmp_path), tau=50.0, reader=None if reads else False)
+    forms = set[type]()
+    assert decode(drafter, 8, lambda engine: forms.add(type(engine.drafter))) == plain()
+    assert forms == {BlockDrafter if reads else GraphBlock}
+
+
+@cache
+def plain() -> dict[str, tuple[int, ...]]:
+    return decode(NoDrafter(), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,11 +5,10 @@ those of plain decoding. Tier: exact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,15 +43,7 @@ REQUESTS = [
 SHAPES = Shape(4, 3), Shape(1, 0), Shape(4, 2), Shape(2, 1)
 
 
-class Graph:
-    """Replayed by calling what was launched while it was captured."""
-
-    capturing: Graph | None = None
-    replay: Callable[[], None]
-
-
 class Stream:
-    def wait_stream(self, other: object) -> None: ...
     def synchronize(self) -> None: ...
 
 
@@ -61,28 +52,17 @@ class Event:
     def synchronize(self) -> None: ...
 
 
-@contextmanager
-def capture(graph: Graph) -> Iterator[None]:
-    Graph.capturing = graph
-    yield
-    Graph.capturing = None
+def played(launch: Callable[[], None]) -> tuple[object, None]:
+    launch()
+    return SimpleNamespace(replay=launch), None
 
 
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        **{"CUDAGraph": Graph, "graph": capture, "Stream": Stream, "Event": Event},
-        **{"stream": nullcontext, "current_stream": Stream},
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("specla.engine.graphs.captured", played)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
-
-
-class Played(GraphRounds):
-    def _launches(self, one, depth):  # type: ignore[no-untyped-def]
-        if Graph.capturing is not None:
-            Graph.capturing.replay = partial(super()._launches, one, depth)
-        super()._launches(one, depth)
 
 
 class Target:
@@ -131,12 +111,12 @@ class Target:
         return logits
 
 
-def engine_with(model: TargetModel, drafter: Drafter, budget: str) -> tuple[Engine, Played]:
+def engine_with(model: TargetModel, drafter: Drafter, budget: str) -> tuple[Engine, GraphRounds]:
     engine = make_engine(model, slots=2, nodes=4, log=3, budget=budget)
     engine._on_gpu = True
     engine.use(drafter)
     free = engine.spending is not None and engine.spending.free is not None
-    engine._graphs = rounds = Played(
+    engine._graphs = rounds = GraphRounds(
         Target(model), engine.state, engine.drafter, kernel=engine.kernels.of,  # type: ignore[arg-type]
         width=engine._width if free else None,
     )  # fmt: skip

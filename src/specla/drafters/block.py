@@ -14,6 +14,7 @@ Source: DFlash (arXiv 2602.06036), DSpark (arXiv 2607.05147), DDTree, ReaDy (arX
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specla.drafters.agreement import check_tokenizer
-from specla.drafters.base import DrafterInfo, DraftRow, Observation
+from specla.drafters.base import Drafter, DrafterInfo, DraftRow, Observation
 from specla.drafters.block_config import check_target
 from specla.drafters.block_context import BlockContext
 from specla.drafters.block_files import (
@@ -45,6 +46,7 @@ from specla.drafters.options import (
     require_number,
 )
 from specla.drafters.reader import Reader, check_states
+from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.ops.transfer import ints, sent
 from specla.state import State
@@ -86,6 +88,10 @@ class BlockDrafter:
         min_survival: float = 0.0,
         reader: bool | None = None,
     ) -> None:
+        self._options = {
+            **{"path": path, "top_k": top_k, "max_depth": max_depth, "tau": tau, "spine": spine},
+            **{"window": window, "min_survival": min_survival, "reader": reader},
+        }
         self._folder = Path(path)
         self.config = config = read_config(self._folder)
         depth = config.num_drafts if max_depth is None else max_depth
@@ -130,6 +136,16 @@ class BlockDrafter:
             ConfigError: the hashes differ.
         """
         check_tokenizer(self.config.tokenizer_hash, digest, self._folder)
+
+    def for_gpu(self, *, num_slots: int, max_nodes: int) -> Drafter:
+        """See `TwofoldDrafter`."""
+        from specla.drafters.block_graph import GraphBlock
+
+        try:
+            return GraphBlock(**self._options)
+        except ConfigError as error:
+            self.info = replace(self.info, fallback=f"drafted by launches of the host: {error}")
+            return self
 
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
         """Load the weights beside a target's (see `FeatureDrafter`)."""
@@ -191,8 +207,7 @@ class BlockDrafter:
         if not rows:
             return []
         (anchors,) = self._ints([row.tokens[-1] for row in rows])
-        h = self._outputs([row.slot for row in rows], anchors)
-        base = self.model.logits(h[:, : self.info.max_depth])
+        h, base = self._bases([row.slot for row in rows], anchors)
         depths = self._depths(h, base, anchors)
         if not self.config.markov_rank:
             return self._over_marginals(rows, depths, base)
@@ -200,9 +215,14 @@ class BlockDrafter:
         level = [(b, 0) for b, depth in enumerate(depths) if depth]
         for d in range(self.info.max_depth):
             if level:
-                self._expand(trees, level, base[:, d])
+                self._expand(trees, level, base, d)
                 level = [(b, node) for b, _ in enumerate(trees) for node in trees[b].frontier()]
         return [tree.tree() for tree in trees]
+
+    def _bases(self, slots: Sequence[int], anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """What predicts the drafts [n, num_drafts, D], and base logits [n, max_depth, vocab]."""
+        h = self._outputs(slots, anchors)
+        return h, self.model.logits(h[:, : self.info.max_depth])
 
     def _outputs(self, slots: Sequence[int], anchors: Tensor) -> Tensor:
         """What predicts the drafts [n, num_drafts, D]."""
@@ -244,7 +264,7 @@ class BlockDrafter:
         self, rows: Sequence[DraftRow], depths: Sequence[int], base: Tensor
     ) -> list[DraftTree]:
         laws = torch.log_softmax(base, dim=-1).clamp(max=0)
-        ids, values = self._likeliest(laws)
+        ids, values = _read(self._likeliest(laws))
         return [
             best_first(
                 row.tokens[-1],
@@ -269,30 +289,38 @@ class BlockDrafter:
         )
 
     def _expand(
-        self, trees: Sequence[Growing], level: Sequence[tuple[int, int]], base: Tensor
+        self, trees: Sequence[Growing], level: Sequence[tuple[int, int]], base: Tensor, d: int
     ) -> None:
-        """Give every node of a level its likeliest children; base [rows, vocab]: of the children's
-        position."""
-        rows, previous = self._ints(
-            [b for b, _ in level], [trees[b].tokens[node] for b, node in level]
+        """Give every node of a level its likeliest children, at position d of base [rows,
+        max_depth, vocab]."""
+        places, previous = self._ints(
+            [b * base.shape[1] + d for b, _ in level],
+            [trees[b].tokens[node] for b, node in level],
         )
-        laws = self._laws(base.index_select(0, rows), previous)
-        children = zip(level, *self._likeliest(laws), strict=True)
-        for (b, node), tokens, values in children:
+        found = _read(self._children(base.flatten(0, 1), places, previous))
+        for (b, node), tokens, values in zip(level, *found, strict=True):
             trees[b].add(node, tokens, values)
 
-    def _likeliest(self, laws: Tensor) -> tuple[list[Any], list[Any]]:
-        """Tokens of laws [..., vocab] and their log-probabilities, [..., top_k] as lists. In one
-        copy: a float64 holds either."""
+    def _children(self, base: Tensor, places: Tensor, previous: Tensor) -> Tensor:
+        """As `_likeliest`, of rows `places` of base [m, vocab] after tokens `previous`."""
+        return self._likeliest(self._laws(base.index_select(0, places), previous))
+
+    def _likeliest(self, laws: Tensor) -> Tensor:
+        """Tokens of laws [..., vocab] and their log-probabilities [2, ..., top_k]: a float64
+        holds either, and the host reads them in one copy."""
         top = laws.topk(min(self._top_k, laws.shape[-1]), dim=-1)
-        both = torch.stack((top.indices.double(), top.values.double()))
-        ids, values = both.tolist()
-        return _whole(ids), values
+        return torch.stack((top.indices.double(), top.values.double()))
 
     def _ints(self, *columns: Sequence[int]) -> Tensor:
         """int64 [columns, n], sent in one copy."""
         flat = [value for column in columns for value in column]
         return ints(flat, self.model.weights.fc.device).view(len(columns), -1)
+
+
+def _read(likeliest: Tensor) -> tuple[list[Any], list[Any]]:
+    """Tokens and log-probabilities as lists; waits for the device."""
+    ids, values = likeliest.tolist()
+    return _whole(ids), values
 
 
 def _whole(numbers: Any) -> Any:

@@ -18,6 +18,11 @@ from specla.drafters.block_model import Attend, KeysValues, attention, visible
 _LEAST = 64  # tokens of the first buffer
 
 
+def windows(config: BlockConfig, window: int | None) -> list[int | None]:
+    """How far each layer's positions see; None: all the way. window: in every layer at most."""
+    return [min((w for w in (own, window) if w), default=None) for own in config.windows]
+
+
 class _Kept:
     """One layer's tokens of one slot, the last `limit` of them (None: all)."""
 
@@ -69,9 +74,7 @@ class BlockContext:
 
     def __init__(self, config: BlockConfig, *, window: int | None) -> None:
         self._config = config
-        self._windows = [
-            min((w for w in (own, window) if w), default=None) for own in config.windows
-        ]
+        self._windows = windows(config, window)
         self._slots: dict[int, list[_Kept]] = {}
         self._lengths: dict[int, int] = {}
 

@@ -143,6 +143,10 @@ class BlockModel:
         for name, linear in self.linears():
             linear.check(f"drafter {name}")
 
+    def reserve(self, end: int) -> None:
+        """Make ready for positions below `end`, whatever `end` later calls give."""
+        self._turns.reserve(end)
+
     def context(
         self, features: Tensor, positions: Tensor, *, end: int | None = None
     ) -> list[KeysValues]:
@@ -231,6 +235,11 @@ class Turns:
         is asked."""
         if end is None:
             end = 1 + int(positions.max()) if len(positions) else 0
+        self.reserve(end)
+        return self._table[positions]
+
+    def reserve(self, end: int) -> None:
+        """Know all positions below `end`."""
         if end > len(self._table):
             while len(self._pages) * _PAGE < end:
                 start = len(self._pages) * _PAGE
@@ -238,7 +247,6 @@ class Turns:
                 turns = turns.to(self._rates.dtype)[:, None] * self._rates
                 self._pages.append(torch.stack([turns.cos(), turns.sin()], dim=1))
             self._table = torch.cat(self._pages)
-        return self._table[positions]
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from specla.engine.running import NO_TOKEN, Running
 from specla.errors import ConfigError
 from specla.models.base import KernelChoice, TargetModel
 from specla.models.features import Features
+from specla.ops.capture import captured
 from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
 from specla.sampling.accept import Verdict
 from specla.sampling.triton import VERDICT_HEADER, Choices, accept, choose, new_choices
@@ -314,15 +315,7 @@ class GraphRounds:
             return
         # Idle rows: kernels compile and touch nothing.
         one.rnd.num_nodes.zero_()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._launches(one, depth)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._launches(one, depth)
-        one.graphs[depth] = graph
+        one.graphs[depth], _ = captured(lambda: self._launches(one, depth))
 
     def _launches(self, one: BucketRound, depth: int) -> None:
         if depth:
