@@ -275,5 +275,6 @@ def test_an_eagle_drafter_that_rests_drafts_as_if_it_had_not(
             rows = [eagle.replace(r, max_drafts=min(r.max_drafts, shape.nodes - 1)) for r in rows]
             return super().draft(rows)
 
-    host = drive(make_engine(target, AsLaunched(path=path, **eagle.OPTIONS), slots=1), [one])
+    drafter = AsLaunched(path=path, min_survival=0, **eagle.OPTIONS)
+    host = drive(make_engine(target, drafter, slots=1), [one])
     eagle.check(run, host, target, [one], accepted=3)
