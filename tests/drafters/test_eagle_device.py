@@ -231,6 +231,9 @@ def test_what_came_while_it_rested(
     monkeypatch.setattr("specla.drafters.eagle_buffers.CHUNK", 4)
     play = game(tmp_path, target, 2, top_k=1, max_depth=1)
     assert play.device._max_tokens == 4
+    layer = play.device._layer
+    assert layer is not None
+    layer.take_in([], [], [], play.noise(0).transpose(0, 1).flatten(1))  # what `bind` compiles
     play.start(1, 3)
     for count in (6, 1):
         rnd, arrays = play.load([1], 2)

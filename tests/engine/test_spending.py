@@ -12,7 +12,7 @@ from engine_requests import LOOP, PROMPTS
 from specla.drafters.base import DrafterInfo, DraftRow, Observation
 from specla.engine.cost import Cost, CostTable, Identity
 from specla.engine.kernels import Kernels
-from specla.engine.prices import FIXED, Prices
+from specla.engine.prices import FIXED, LAUNCHES, Prices
 from specla.models.base import TargetModel
 from specla.testing import AdversarialDrafter, OracleDrafter
 from specla.topology.tree import DraftTree
@@ -122,6 +122,21 @@ def test_a_guess_learns_how_long_a_node_takes(target: TargetModel) -> None:
     found.saw(1, 1, 1e9)  # interrupted
     assert found.round_us(1, 1) == pytest.approx(1700, rel=0.2)
     assert found.round_us(1, 8) / found.round_us(1, 1) == pytest.approx(ratio)
+
+
+def test_a_level_of_drafts_is_taken_for_its_weights_and_launches(target: TargetModel) -> None:
+    """Where a table has no price for this drafter, too."""
+    (kernel,) = target.kernels("exact")
+    costs = [cost("verify", 1, n, 100.0 * n, kernel) for n in (1, 4)]
+    costs += [cost("accept", 1, 4, 7.0, ""), cost("draft", 1, 4, 33.0, "another")]
+    for table in (None, CostTable(HERE, costs)):
+        kernels = Kernels(target, "exact", costs=table)
+        found = Prices(kernels, mode="exact", device="cuda", drafter="eagle", level=0.02)
+        step = found.round_us(1, 1)
+        assert found.draft_us(1, 4, depth=3) == pytest.approx(4 * (0.02 + LAUNCHES) * step)
+        assert found.draft_us(1, 4) is None
+    measured = Prices(kernels, mode="exact", device="cuda", drafter="another", level=0.02)
+    assert measured.draft_us(1, 4, depth=2) == 33
 
 
 def test_on_a_gpu_rows_are_padded(target: TargetModel) -> None:
