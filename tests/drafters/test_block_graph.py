@@ -134,6 +134,18 @@ def test_options(tmp_path: Path, target: TargetModel, options: dict[str, Any]) -
     assert sum(pair.round() for _ in range(3)) > 0
 
 
+def test_it_can_be_bound_again_with_more_slots(tmp_path: Path, target: TargetModel) -> None:
+    """As a profile does, in an engine for every number of rows."""
+    drafter = GraphBlock(path=str(write_block(tmp_path, block_config(target.info))), **OPTIONS)
+    for slots in (1, 3):
+        drafter.bind(target, num_slots=slots, max_nodes=9, exact=False)
+        given = outputs(random.Random(slots), target, 6)
+        drafter.prefill(slots, list(range(6)), given)
+        row = DraftRow(slot=slots, tokens=[5], num_prompt_tokens=1, max_drafts=8, seed=0)
+        assert drafter.draft([row])[0].num_drafts
+        drafter.reset(slots)
+
+
 def test_one_that_reads_states_has_no_graphs(tmp_path: Path, target: TargetModel) -> None:
     write_block(tmp_path, block_config(target.info), reader_config(target.info))
     drafter = BlockDrafter(path=str(tmp_path))

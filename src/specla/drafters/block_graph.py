@@ -73,6 +73,7 @@ class GraphBlock(BlockDrafter):
         outputs = rows, config.num_drafts, config.hidden_size
         self._h = zeros(*outputs, dtype=weights.fc.dtype)
         self._base = zeros(rows, self.info.max_depth, weights.head.shape[0], dtype=wide)
+        self._kept: list[KeysValues] = []
         self._make_room(LEAST_CONTEXT)
 
     @torch.inference_mode()
@@ -186,7 +187,7 @@ class GraphBlock(BlockDrafter):
 
     def _make_room(self, length: int) -> None:
         """For so many tokens of every slot; graphs over the old addresses are dropped."""
-        config, kept = self.config, getattr(self, "_kept", [])
+        config, kept = self.config, self._kept
         if kept and length <= kept[0].k.shape[1]:
             return
         size = self._num_slots + 1, max(LEAST_CONTEXT, bucket(length))
