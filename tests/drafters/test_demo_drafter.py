@@ -8,10 +8,8 @@ from specla.drafters import beside
 from specla.models.resolve import resolve
 
 QUESTION = (
-    "Tom has 20 marbles. He gives 5 marbles to Ben and 3 marbles to Lisa. How many marbles does he "
-    "have left?"
-)
-    "Tom has 20 marbles. He gives 5 marbles to Ben and 3 marbles to Lisa. How many are left?"
+    "Tom has 20 marbles. He gives 5 marbles to Ben and 3 marbles to Lisa. "
+    "How many marbles does he have left?"
 )
 
 
