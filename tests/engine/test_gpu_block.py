@@ -96,7 +96,8 @@ def plain() -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_waits_for_the_device_once_per_level(kind: str, tmp_path: Path) -> None:
-    """To read the level's likeliest tokens; all that it sends goes without waiting."""
+    """To read the level's likeliest tokens, and the engine for the verdict; all that is sent goes
+    without waiting."""
     sizes = {"head_dim": 64, "intermediate_size": 512, "target_layer_ids": (0, 2)}
     write_block(tmp_path, block_config(target().info, **{**sizes, **KINDS[kind]}))
     drafter = BlockDrafter(path=str(tmp_path), tau=50.0)
@@ -117,7 +118,7 @@ def test_it_waits_for_the_device_once_per_level(kind: str, tmp_path: Path) -> No
             torch.cuda.set_sync_debug_mode("default")
     later = rounds[TOKENS // 4 : -ROWS]
     assert later
-    assert max(later) <= levels
+    assert max(later) <= levels + 1
 
 
 def test_it_reads_what_is_committed() -> None:
