@@ -27,6 +27,7 @@ from specla.train import session
 from specla.train.batches import Batch, Packer, draft_vocabulary, fill, order
 from specla.train.capture import Answers, Capture, Text, agreed, answer
 from specla.train.eagle import EagleNet
+from specla.train.kinds import kind_of
 from specla.train.loop import DECAY, Recipe, Trainer, _chains, figures, loss_of
 from specla.train.run import Prompt, Run, Sizes, config_for, texts_of
 from specla.train.session import held_apart
@@ -335,3 +336,33 @@ def test_sizes_for_a_target(target: TargetModel) -> None:
     assert config.target_fingerprint == target.info.fingerprint
     with pytest.raises(ConfigError, match="feature layers"):
         config_for(target, Sizes(target_layer_ids=(0, 2)), None)
+
+
+def test_a_drafter_is_trained_further(
+    target: TargetModel, texts: list[Text], tmp_path: Path
+) -> None:
+    """From a checkpoint, on other texts: its sizes, its weights, its draft vocabulary."""
+    sizes = Sizes(hidden_size=24, draft_vocab_size=12, target_layer_ids=(0, 1))
+    recipe = Recipe(rows=2, length=64, unroll=2, steps=2, warmup=1)
+    capture = Capture(target, (0, 1), keep_bytes=1 << 24)
+    first = Run(
+        tmp_path / "first", target, capture, config_for(target, sizes, "abc"), texts[:20],
+        texts[20:], recipe, compute=torch.float32,
+    )  # fmt: skip
+    first(every=2, minutes=9, note=lambda _: None)
+    start = tmp_path / "first" / "checkpoint"
+    kind = kind_of("eagle", target, "abc", {"steps": 1}, {"start": start})
+    again = kind.run(tmp_path / "again", capture, texts[4:9], texts[20:], torch.float32)
+    assert isinstance(again, Run)
+    net = again.trainer.net
+    assert torch.equal(net.d2t, first.trainer.net.d2t)
+    stored = load_file(start / "model.safetensors")
+    for name, p in net.named_parameters():
+        assert torch.equal(p, stored[name].float()), name
+    for hash_, own, says in (
+        ("abc", {"hidden_size": 32}, "sizes it has"),
+        ("xyz", {}, "tokenizer"),
+        ("abc", {"start": tmp_path}, "config.json"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            kind_of("eagle", target, hash_, {}, {"start": start, **own})

@@ -103,7 +103,7 @@ def train(
     ] = None,
     start: Annotated[
         Path | None,
-        typer.Option(rich_help_panel=BLOCK, help="Folder of a drafter to start from."),
+        typer.Option(rich_help_panel=TRAINING, help="Folder of a drafter to start from."),
     ] = None,
     state_layers: Annotated[
         str | None, typer.Option(rich_help_panel=READER, help="Whose states, such as 11,23.")

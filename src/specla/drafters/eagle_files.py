@@ -60,7 +60,7 @@ def load_weights(folder: Path, config: EagleConfig, target: TargetModel) -> Eagl
         norm=tensors["norm.weight"],
         head=target.head_weight if head is None else head,
         embeddings=target.embeddings,
-        d2t=_target_ids(checkpoint, config, target.device),
+        d2t=target_ids(checkpoint, config, target.device),
     )
 
 
@@ -88,10 +88,13 @@ def _attention(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensors[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkvo"}
 
 
-def _target_ids(
-    checkpoint: Checkpoint, config: EagleConfig, device: torch.device
-) -> Tensor | None:
-    """Target ids of the head's rows: d2t holds offsets, as in EAGLE-3."""
+def target_ids(checkpoint: Checkpoint, config: EagleConfig, device: torch.device) -> Tensor | None:
+    """Target ids of the head's rows, None where they are the same: d2t holds offsets, as in
+    EAGLE-3.
+
+    Raises:
+        InvalidCheckpoint: there are none, or they are not of this vocabulary.
+    """
     if not config.has_draft_vocab:
         return None
     entry = checkpoint.entries.get(OFFSETS)

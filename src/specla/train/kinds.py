@@ -28,6 +28,7 @@ from specla.train.block_run import (
 from specla.train.capture import Capture, Text
 from specla.train.loop import Recipe
 from specla.train.run import Run, Sizes, config_for
+from specla.train.run import start_config as start_eagle_config
 from specla.train.session import Session
 from specla.train.team import ALONE, Team
 
@@ -82,8 +83,13 @@ class _Eagle(Kind):
     def __init__(
         self, model: TargetModel, tokenizer_hash: str | None, schedule: Options, own: Options
     ) -> None:
-        self._model = model
-        self._config = config_for(model, Sizes(**_of(Sizes, own)), tokenizer_hash)
+        self._model, self._start = model, own.get("start")
+        sizes = _of(Sizes, own)
+        if self._start is None:
+            self._config = config_for(model, Sizes(**sizes), tokenizer_hash)
+        else:
+            _refuse_sizes(self._start, sizes)
+            self._config = start_eagle_config(self._start, model, tokenizer_hash)
         self._recipe = Recipe(**schedule, **_of(Recipe, own))
         self.feature_layers = self._config.target_layer_ids
 
@@ -98,7 +104,7 @@ class _Eagle(Kind):
     ) -> Session[Any]:
         return Run(
             folder, self._model, capture, self._config, texts, held_out,
-            self._recipe.times(team.count), team=team, compute=compute,
+            self._recipe.times(team.count), team=team, compute=compute, start=self._start,
         )  # fmt: skip
 
 
@@ -111,12 +117,8 @@ class _Block(Kind):
         sizes = _of(BlockSizes, own)
         if self._start is None:
             self._config = block_config_for(model, BlockSizes(**sizes), tokenizer_hash)
-        elif sizes:
-            raise ConfigError(
-                f"a drafter goes on with the sizes it has in {self._start} (start), got "
-                f"{', '.join(sizes)}; leave them out"
-            )
         else:
+            _refuse_sizes(self._start, sizes)
             self._config = start_config(self._start, model, tokenizer_hash)
         self.feature_layers = self._config.target_layer_ids
 
@@ -162,6 +164,14 @@ class _Reader(_Block):
         return {"reader": self._reader, "joint": self._joint}
 
 
+def _refuse_sizes(start: Path, sizes: Options) -> None:
+    if sizes:
+        raise ConfigError(
+            f"a drafter goes on with the sizes it has in {start} (start), got "
+            f"{', '.join(sizes)}; leave them out"
+        )
+
+
 def _names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
@@ -172,7 +182,7 @@ def _of(kind: type, own: Options) -> dict[str, Any]:
 
 
 KINDS: Mapping[str, tuple[type[_Eagle] | type[_Block], tuple[str, ...]]] = {
-    "eagle": (_Eagle, (*_names(Sizes), "unroll")),
+    "eagle": (_Eagle, (*_names(Sizes), "unroll", "start")),
     "block": (_Block, (*_names(BlockSizes), "anchors", "start")),
     "reader": (_Reader, (*_names(ReaderSizes), "anchors", "start", "joint")),
 }

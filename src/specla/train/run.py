@@ -13,10 +13,13 @@ from pathlib import Path
 
 import torch
 
-from specla.drafters.eagle_config import ARCHITECTURES, EagleConfig
+from specla.drafters.agreement import check_tokenizer
+from specla.drafters.eagle_config import ARCHITECTURES, EagleConfig, check_target
+from specla.drafters.eagle_files import MEMBERS, OFFSETS, read_config, target_ids
 from specla.engine.engine import Engine
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
+from specla.models.weights import load_tensors, read_checkpoint
 from specla.request import SamplingParams
 from specla.train.batches import Batch, Packer, draft_vocabulary
 from specla.train.capture import Answers, Capture, Text, agreed, answer, part_of
@@ -179,6 +182,7 @@ class Run(Session[Batch]):
         capture: of the model, for the configuration's layers.
         texts, held_out: the target's answers.
         compute: of matrix products outside the recurrence.
+        start: folder of the drafter to start from; its draft vocabulary stays.
         team: the processes that train it; recipe is of all of them.
     """
 
@@ -193,14 +197,55 @@ class Run(Session[Batch]):
         recipe: Recipe,
         *,
         compute: torch.dtype,
+        start: Path | None = None,
         team: Team = ALONE,
     ) -> None:
         texts, held_out = teaching(texts, held_out, recipe)
-        d2t = draft_vocabulary(texts, config.draft_vocab_size or 0, config.vocab_size)
         torch.manual_seed(recipe.seed)
-        net = EagleNet(config, d2t, compute).to(model.device)
-        net.start_from(model.head_weight, model.final_norm)
-        packer = Packer(model, capture, d2t, recipe.length)
+        net = _net(model, config, texts, start, compute)
+        packer = Packer(model, capture, net.d2t, recipe.length)
         self.trainer = Trainer(net, packer, texts, recipe, team)
         seen = held_out if team.main else ()
         super().__init__(folder, self.trainer, all_batches(packer, seen, recipe))
+
+
+def start_config(folder: Path, model: TargetModel, tokenizer_hash: str | None) -> EagleConfig:
+    """The config of a drafter to start from.
+
+    Raises:
+        ConfigError: no drafter, one of another target or tokenizer, or without a head of its own.
+    """
+    config = read_config(folder)
+    check_target(config, model.info, str(folder))
+    check_tokenizer(config.tokenizer_hash, tokenizer_hash, folder)
+    if config.draft_vocab_size is None:
+        raise ConfigError(
+            f"a drafter must have a head of its own to be trained, {folder} has none"
+        )
+    return config
+
+
+def _net(
+    model: TargetModel,
+    config: EagleConfig,
+    texts: Sequence[Text],
+    start: Path | None,
+    compute: torch.dtype,
+) -> EagleNet:
+    size = config.draft_vocab_size or 0
+    if start is None:
+        net = EagleNet(config, draft_vocabulary(texts, size, config.vocab_size), compute)
+        net.start_from(model.head_weight, model.final_norm)
+        return net.to(model.device)
+    checkpoint = read_checkpoint(start)
+    d2t = target_ids(checkpoint, config, torch.device("cpu"))
+    net = EagleNet(config, torch.arange(size) if d2t is None else d2t, compute)
+    found = load_tensors(
+        checkpoint,
+        {name: tuple(p.shape) for name, p in net.named_parameters()},
+        device=torch.device("cpu"),
+        dtype_of=lambda name: torch.float32,
+        ignore=(OFFSETS, MEMBERS),
+    )
+    net.load_state_dict(found)
+    return net.to(model.device)
