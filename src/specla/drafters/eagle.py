@@ -36,6 +36,12 @@ from specla.errors import ConfigError, KernelUnavailable
 from specla.models.base import TargetModel
 from specla.topology.tree import DraftTree
 
+MANY_CALLS = 4
+"""Of encoding: where more would be needed than that and than there are slots, a prompt's form, one
+call per slot, takes less."""
+MOST_WAITING = 1024
+"""Tokens of a slot that are not encoded yet: their features take memory."""
+
 
 class EagleDrafter:
     """A tree from a trained drafter; nothing for a prompt of one token, which has no features.
@@ -159,11 +165,14 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def feed(self, seen: Sequence[Observation], features: Tensor) -> None:
-        """Keep the accepted tokens and features until the next `draft`."""
+        """Keep the accepted tokens and features until the next `draft`, or until they are many."""
         parts = features.split([len(row.emitted) for row in seen])
         for row, part in zip(seen, parts, strict=True):
             tokens, before = self._pending.get(row.slot, ([], part[:0]))
             self._pending[row.slot] = [*tokens, *row.emitted], torch.cat([before, part])
+        slots = [row.slot for row in seen]
+        if any(len(self._pending[slot][0]) > self._most_waiting for slot in slots):
+            self._encode(slots)
 
     def fork(self, slot: int, to: int) -> None:
         """Copy a slot that has been prefilled."""
@@ -178,6 +187,7 @@ class EagleDrafter:
 
     def _encode(self, slots: Sequence[int]) -> None:
         """Bring the state of these slots up to what has been accepted."""
+        self._catch_up([slot for slot in slots if slot in self._pending])
         limit = self._max_tokens
         while waiting := [slot for slot in slots if slot in self._pending]:
             given = [self._pending.pop(slot) for slot in waiting]
@@ -190,6 +200,19 @@ class EagleDrafter:
             for slot, (tokens, features) in zip(waiting, given, strict=True):
                 if len(tokens) > limit:
                     self._pending[slot] = tokens[limit:], features[limit:]
+
+    def _catch_up(self, waiting: Sequence[int]) -> None:
+        """In a prompt's form, if that is for the better: what many rounds have left while nobody
+        asked, or a look would cost the more the longer ago the last one was."""
+        longest = max((len(self._pending[slot][0]) for slot in waiting), default=0)
+        if longest > self._max_tokens * max(MANY_CALLS, len(waiting)):
+            for slot in waiting:
+                self.prefill(slot, *self._pending.pop(slot))
+
+    @property
+    def _most_waiting(self) -> int:
+        """Tokens of a slot that may wait to be encoded."""
+        return MOST_WAITING
 
     def _room(self, num_slots: int, max_nodes: int) -> int:
         """Nodes per slot in a state of its own."""

@@ -18,7 +18,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specla.drafters.base import Observation
 from specla.drafters.eagle import EagleDrafter
 from specla.drafters.eagle_buffers import Limits, check_limits
 from specla.drafters.eagle_gdn import GdnMixer
@@ -95,15 +94,6 @@ class DeviceEagle(EagleDrafter):
         depth = min(self.info.max_depth, max_nodes - 1)
         return Limits(bucket(num_slots), max_nodes, depth, self._top_k, self._tau, self._spine)
 
-    @torch.inference_mode()
-    def feed(self, seen: Sequence[Observation], features: Tensor) -> None:
-        """See `FeatureDrafter`. What many rounds have left is encoded now, while the device is
-        busy with the next one."""
-        super().feed(seen, features)
-        slots = [one.slot for one in seen]
-        if any(len(self._pending[slot][0]) > self._max_tokens for slot in slots):
-            self._encode(slots)
-
     def depths(self, num_nodes: int) -> tuple[int, ...]:
         """All the way, and two thirds of it: a level costs the same however few nodes it adds."""
         most = min(self.info.max_depth, num_nodes - 1)
@@ -150,6 +140,14 @@ class DeviceEagle(EagleDrafter):
                 emitted = [*(tokens[b][node] for node in path[1:]), tokens[b][0]]
                 at = [b * width + node for node in path]
                 self._pending[slot] = emitted, features.rows(at)
+
+    def _catch_up(self, waiting: Sequence[int]) -> None:
+        """Nothing: `_take_in` takes many at once, on top of a log that prompts do not have."""
+
+    @property
+    def _most_waiting(self) -> int:
+        """What is more is encoded now, while the device is busy with the next round."""
+        return self._max_tokens
 
     def _room(self, num_slots: int, max_nodes: int) -> int:
         return self._limits(num_slots, max_nodes).room
