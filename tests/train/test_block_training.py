@@ -243,6 +243,21 @@ def test_going_on_is_not_having_stopped(
         fresh(replace(recipe, anchors=12)).restore(tmp_path)
 
 
+def test_muon_leaves_out_what_the_loss_does_not_use(
+    target: TargetModel, texts: list[Text]
+) -> None:
+    """A reader's loss has no share for the confidence of the drafter that is trained with it."""
+    steps = steps_for(
+        target, texts, block_config(target.info), shares=READER, joint=True,
+        recipe=BlockRecipe(rows=1, length=40, warmup=1, anchors=4, muon_lr=0.02),
+        reader=reader_for(reader_config(target.info)),
+    )  # fmt: skip
+    before = {name: x.clone() for name, x in steps._net.state_dict().items()}
+    steps.train_step()
+    kept = {name for name, x in steps._net.state_dict().items() if torch.equal(x, before[name])}
+    assert kept == {f"drafter.confidence_head.proj.{x}" for x in ("weight", "bias")}
+
+
 def tau_in_use(target: TargetModel, drafter: BlockDrafter, texts: Sequence[Text]) -> float:
     """Tokens per round of the texts' prompts; asserts that they say what the target says."""
     engine: Engine = make_engine(target, drafter, slots=4, nodes=8)

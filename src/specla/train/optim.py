@@ -39,16 +39,17 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update. Only dense 2-D parameters with gradients."""
+        """One update of dense 2-D parameters; those that the loss did not use stay."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
             for p in group["params"]:
-                by_shape[p.shape].append(p)
+                if p.grad is not None:
+                    by_shape[p.shape].append(p)
             for shape, params in by_shape.items():
                 self.update(params, shape, group)
 
     def update(self, params: list[nn.Parameter], shape: torch.Size, group: dict[str, Any]) -> None:
-        """One shape's parameters."""
+        """One shape's parameters, all with gradients."""
         grads = [p.grad for p in params if p.grad is not None]
         weights: list[Tensor] = list(params)
         for p in params:
