@@ -13,7 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from behind import Turns
-from engine_harness import Run, check_rules, check_whole, make_engine, outcome, plain, request
+from engine_harness import (
+    Run,
+    check_rules,
+    check_whole,
+    drive,
+    make_engine,
+    outcome,
+    plain,
+    request,
+)
 from engine_requests import LONG, LOOP, WALK
 from torch import Tensor
 
@@ -169,6 +178,27 @@ def test_an_eagle_drafter_with_a_budget(tmp_path: Path, target: TargetModel) -> 
     check(go(engine, REQUESTS), target)
     assert {shape for shape, _ in turns.seen} >= {Shape(4, 3), Shape(1, 0)}
     assert rounds._resting is not None
+
+
+@pytest.mark.slow
+def test_an_eagle_drafters_kernels(tmp_path: Path, target: TargetModel) -> None:
+    """Shapes and rest by turns; a budget that is off drafts the same as the host's drafter."""
+    import test_eagle_behind as eagle
+
+    path = eagle.folder(tmp_path, target, head_dim=64, head_v_dim=64)
+    engine, _ = engine_with(target, eagle.EagleDrafter(path=path, **eagle.OPTIONS), "paying")
+    assert isinstance(engine.drafter, eagle.DeviceEagle)
+    turns = engine.spending.free = Turns(SHAPES, 2)  # type: ignore[union-attr, assignment]
+    some = [request("a", LOOP, seed=2, max_tokens=7), request("b", (11,), seed=3, max_tokens=4)]
+    run = go(engine, some)
+    assert run.outcomes() == {n: outcome(c) for n, c in plain(target, some).items()}
+    assert {shape for shape, _ in turns.seen} >= set(SHAPES[:3])
+    engine, _ = engine_with(target, eagle.EagleDrafter(path=path, **eagle.OPTIONS), "off")
+    run = go(engine, some)
+    host = drive(
+        make_engine(target, eagle.EagleDrafter(path=path, **eagle.OPTIONS), nodes=4), some
+    )
+    eagle.check(run, host, target, some, accepted=0)
 
 
 def test_a_drafter_of_the_host_that_reads_features(tmp_path: Path, target: TargetModel) -> None:
