@@ -323,3 +323,15 @@ def test_another_model_does_not_change_our_threads(folder: str) -> None:
     assert torch.get_num_threads() == 2
     ours.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
     assert torch.get_num_threads() == 1
+
+
+def test_a_drafter_is_another_one_only_if_it_remembers(llm: LLM) -> None:
+    suffix = llm.engine.drafter
+    assert suffix.info.remembers
+    llm.renew()
+    assert llm.engine.drafter is not suffix
+    llm.engine.use(drafters.build("suffix", options={"global_tokens": 0}))
+    forgets = llm.engine.drafter
+    llm.renew()
+    assert llm.engine.drafter is forgets
+    llm.engine.use(llm.new_drafter())

@@ -153,6 +153,13 @@ class LLM:
             guesser.check_tokenizer(self.tokenizer.digest)
         return guesser
 
+    def renew(self) -> None:
+        """Draft from now on as if nothing had been answered yet: a budget that has seen nothing,
+        and a drafter that remembers nothing, which is another one only where it has to be. No
+        request may be running."""
+        mine = self.engine.drafter
+        self.engine.use(self.new_drafter() if mine.info.remembers else mine)
+
     def _find_drafter(self, target: Path) -> ResolvedConfig:
         """The configuration with a trained drafter's folder in its name: where nobody chose, and
         where only the kind was given, it is the one beside the target."""

@@ -46,16 +46,13 @@ class StubLLM:
         self.config = types.SimpleNamespace(
             drafter=name, drafter_options={}, summary=lambda: {"drafter": name, "reasons": {}}
         )
-        self.engine = types.SimpleNamespace(drafter=None, use=self.use)
+        self.engine = types.SimpleNamespace(drafter=None)
         if options.get("progress"):
             options["progress"](1, 1)
         self.made.append(self)
 
-    def use(self, drafter: Any) -> None:
-        self.engine.drafter = drafter
-
-    def new_drafter(self) -> Any:
-        return drafters.build(self.config.drafter)
+    def renew(self) -> None:
+        self.engine.drafter = drafters.build(self.config.drafter)
 
     def check_rows(self, rows: int) -> None:
         if self.behaviour.get("rows"):

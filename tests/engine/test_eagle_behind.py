@@ -244,6 +244,19 @@ def test_another_drafter_gets_its_own_graphs(tmp_path: Path, target: TargetModel
     assert one.graphs == {0: "does not"}
 
 
+def test_the_same_drafter_keeps_its_graphs(tmp_path: Path, target: TargetModel) -> None:
+    """A measurement starts anew with another budget, not by loading and capturing again."""
+    played = Played(path=folder(tmp_path, target), **OPTIONS)  # type: ignore[arg-type]
+    engine = make_engine(target, played, slots=2, budget="paying")
+    rounds, model, before = resident(engine), played.model, engine.spending
+    one = SimpleNamespace(graphs={3: "drafts"})
+    rounds._buckets = {(1, 8): one}  # type: ignore[dict-item]
+    engine.use(engine.drafter)
+    assert one.graphs == {3: "drafts"}
+    assert played.model is model
+    assert engine.spending is not before
+
+
 @pytest.mark.parametrize(
     ("sizes", "why"), [({"head_dim": 64, "head_v_dim": 128}, None), ({}, "got 8")]
 )

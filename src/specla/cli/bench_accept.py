@@ -152,7 +152,7 @@ def _runner(
         law = replace(law, logprobs=0)
 
     def run(prompts: Sequence[Prompt], watch: Callable[[Watched], None]) -> list[Completion]:
-        llm.engine.use(llm.new_drafter())
+        llm.renew()
         with _watching(llm, watch):
             done: list[Completion] = []
             for start in range(0, len(prompts), GROUP):

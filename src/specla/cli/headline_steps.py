@@ -323,7 +323,7 @@ def _all_at_once(llm: LLM, params: SamplingParams) -> Run:
     form = prompt_format(llm, None)
 
     def run(prompts: Sequence[str]) -> list[Completion]:
-        llm.engine.use(llm.new_drafter())
+        llm.renew()
         if form == "raw":
             return [checked(one) for one in llm.generate(prompts, params)]
         return [checked(one) for one in llm.chat([user_turn(p) for p in prompts], params)]

@@ -81,7 +81,7 @@ def runner(llm: LLM, form: str) -> Callable[[str, SamplingParams], Completion]:
     """
 
     def run(prompt: str, params: SamplingParams) -> Completion:
-        llm.engine.use(llm.new_drafter())
+        llm.renew()
         if form == "raw":
             return checked(llm.generate(prompt, params)[0])
         return checked(llm.chat(user_turn(prompt), params)[0])

@@ -55,7 +55,8 @@ class DrafterInfo:
     ordinary round of one node can happen. variant: what else a call's cost depends on, options
     and checkpoint (`options.described`); empty: nothing. fallback: why it drafts otherwise than
     it would elsewhere, for results; None: it does not. level_bytes: of weights that a level of
-    drafts reads on the device; 0: next to nothing, or it does not draft there.
+    drafts reads on the device; 0: next to nothing, or it does not draft there. remembers: it keeps
+    something of rows that have ended.
     """
 
     name: str
@@ -64,6 +65,7 @@ class DrafterInfo:
     variant: str = ""
     fallback: str | None = None
     level_bytes: int = 0
+    remembers: bool = False
 
     @property
     def priced_as(self) -> str:

@@ -76,6 +76,7 @@ class SuffixDrafter:
             name="suffix",
             max_depth=self._depth(max_match),
             may_return_nothing=True,
+            remembers=global_tokens > 0,
             variant=described(
                 max_match=max_match,
                 min_match=min_match,

@@ -102,12 +102,15 @@ class Engine:
 
     def use(self, drafter: Drafter) -> None:
         """Draft with this one from now on, or on a GPU with its form for there; no request may be
-        running.
+        running. With the one that there is already, only the budget starts anew.
 
         Raises:
             ConfigError: it was trained for another target, or on a GPU is of another kind than the
                 one before, or cannot draft there as it was asked to.
         """
+        if drafter is getattr(self, "drafter", None):
+            self.spending = self._new_spending()
+            return
         if self._on_gpu and isinstance(drafter, TwofoldDrafter):
             drafter = drafter.for_gpu(
                 num_slots=self.state.pool.num_slots, max_nodes=self.state.max_nodes
