@@ -16,7 +16,8 @@ from specla.cli import main
 CAPTURE = pytest.CaptureFixture[str]
 
 
-def test_one_table(stub: Any, capsys: CAPTURE) -> None:
+def test_one_table(stub: Any, capsys: CAPTURE, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specla.drafters.beside", lambda target: None)
     command = "bench generate --per-kind 2 --max-tokens 8 --kind python --kind copy"
     assert main(command.split()) == 0
     out = capsys.readouterr().out
@@ -79,7 +80,8 @@ def test_a_failed_request_is_exit_code_1(
     "flags",
     [
         "--kind poetry", "--per-kind 0", "--drafter x", "--repeats 0", "--prompts 2",
-        "--suite x --kind chat", "--total e2e", "--suite nowhere",
+        "--suite x --kind chat", "--total e2e --record", "--suite nowhere",
+        "--total e2e --drafter ngram",
     ],
 )  # fmt: skip
 def test_usage(stub: Any, capsys: CAPTURE, flags: str) -> None:

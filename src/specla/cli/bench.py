@@ -93,6 +93,8 @@ def generate(
     wanted = _prompts(kind, per_kind, suite, limit)
     if total and len(drafter or ()) != 1:
         raise ConfigError(f"--total is of one drafter, got {drafter or 'all'}; give one --drafter")
+    if total and not record:
+        raise ConfigError(f"--total {total} has no effect without --record; add it")
     engine = EngineOptions(
         model=model,
         max_nodes=max_nodes,
