@@ -80,3 +80,14 @@ def test_what_is_refused(toy: str, tmp_path: Path, capsys: CAPTURE) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
     assert train(toy, tmp_path / "run", str(tmp_path / "bad.jsonl")) == 2
     assert "bad.jsonl, line 2: prompt must be a string" in capsys.readouterr().err
+
+
+def test_processes_do_not_share_standard_input(
+    tmp_path: Path, capsys: CAPTURE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would get a part of it, and answer other prompts under the same numbers."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for files in (["--prompts", "-"], ["--prompts", "p.jsonl", "--held-out", "-"]):
+        assert main(["train", "nowhere", "--out", str(tmp_path), *files]) == 2
+        assert "give a file that all of them see" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from specla.cli.console import note, progress_bars
 from specla.cli.loading import load, prompt_format
 from specla.cli.options import EngineOptions
 from specla.cli.prompts import BadLine, Job, open_lines, read_jobs
+from specla.config import launched_processes
 from specla.errors import ConfigError
 from specla.request import SamplingParams
 
@@ -131,6 +132,11 @@ def train(
         raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if every < 1:
         raise ConfigError(f"--every must be above 0, got {every}")
+    if "-" in (prompts, held_out) and launched_processes() > 1:
+        raise ConfigError(
+            "several processes must each read all prompts, got '-': standard input can be read "
+            "once; give a file that all of them see"
+        )
     schedule = {
         "rows": rows,
         "length": length,
