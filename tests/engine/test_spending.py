@@ -111,6 +111,21 @@ def test_prices_are_the_tables(target: TargetModel) -> None:
     assert found.round_us(1, 1) == 107
 
 
+def test_a_price_is_looked_up_once(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There or not: a budget asks in every round, and a refusal reads the whole table."""
+    (kernel,) = target.kernels("exact")
+    table = CostTable(
+        HERE, [cost("verify", 1, 4, 400.0, kernel), cost("draft", 1, 2, 33.0, "ngram")]
+    )
+    found, asked = prices(target, table), list[object]()
+    find = table.find
+    monkeypatch.setattr(table, "find", lambda *a, **k: (asked.append(a), find(*a, **k))[1])
+    for _ in range(3):
+        assert found.draft_us(1, 2, depth=1) == 33
+        assert found.draft_us(1, 4, depth=3) is None
+    assert asked == [("draft", 1, 2), ("draft", 1, 4)]
+
+
 def test_a_guess_learns_how_long_a_node_takes(target: TargetModel) -> None:
     found = prices(target, None)
     assert found.source == "default"

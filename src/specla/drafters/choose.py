@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from specla.topology.tree import DraftTree
@@ -163,6 +164,7 @@ def _priced(taken: Sequence[_Draft], rows: int, costs: RoundCosts) -> Choice:
     )
 
 
+@lru_cache(maxsize=1024)
 def least_acceptance(cost: float, depth: int) -> float:
     """p at which drafts as deep as that emit `cost` tokens: 1 + p + ... + p^depth; infinite if no
     p does."""

@@ -47,7 +47,9 @@ class Prices:
         self._kernels, self._mode, self._drafter = kernels, mode, drafter
         self._fixed, self._level = FIXED[device], level
         self._node_us = 0.0
+        # Look-ups, as a budget asks for the same few again and again while the device runs on.
         self._known: dict[tuple[int, int, int | None], float] = {}
+        self._drafts: dict[tuple[int, int, int | None], float | None] = {}
 
     @property
     def source(self) -> str:
@@ -73,17 +75,27 @@ class Prices:
     def draft_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float | None:
         """One call of the drafter, if that was measured; to a known depth on the device also what
         it is taken for."""
-        if self._table is not None:
-            try:
-                return self._table.draft_us(
-                    rows, nodes, self._drafter, depth=depth, mode=self._mode
-                )
-            except ConfigError:
-                pass
+        measured = self._measured(rows, nodes, depth)
+        if measured is not None:
+            return measured
         if depth is None or not self._level:
             return None
         # Encoding what was accepted is about one level more.
         return (depth + 1) * (self._level + LAUNCHES) * self.round_us(rows, 1)
+
+    def _measured(self, rows: int, nodes: int, depth: int | None) -> float | None:
+        """A call of the drafter, from the table."""
+        if self._table is None:
+            return None
+        key = rows, nodes, depth
+        if key not in self._drafts:
+            try:
+                self._drafts[key] = self._table.draft_us(
+                    rows, nodes, self._drafter, depth=depth, mode=self._mode
+                )
+            except ConfigError:
+                self._drafts[key] = None
+        return self._drafts[key]
 
     def saw(self, rows: int, nodes: int, us: float) -> None:
         """A round took so long; measured costs do not need to know. One that was interrupted
