@@ -197,6 +197,17 @@ def test_a_part_of_the_corpus_is_whole_files(tmp_path: Path) -> None:
     assert all(files[name] == source for name, source in kept.items())
 
 
+def test_looks_have_time_of_their_own_and_are_no_part_of_a_step() -> None:
+    """A look takes as long as ten steps, and the stretch that was timed had two of them."""
+    first = SimpleNamespace(step=20, seconds=2.0, look_seconds=1.0)
+    more = lineup.affordable(first, 98.0)  # type: ignore[arg-type]
+    assert more == 810
+    assert 0.85 * 98 < 0.1 * more + lineup.LOOKS * 1.0 < 98
+    none = SimpleNamespace(step=0, seconds=0.0, look_seconds=1.0)
+    slow = SimpleNamespace(step=20, seconds=2.0, look_seconds=20.0)
+    assert [lineup.affordable(one, 98.0) for one in (none, slow)] == [1, 1]  # type: ignore[arg-type]
+
+
 def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(
     pools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +218,7 @@ def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(
         feature_layers = (0,)
 
         def run(self, folder: Path, *_: object) -> Made:
-            self.step, self.folder = 3, folder
+            self.step, self.seconds, self.look_seconds, self.folder = 3, 0.3, 0.1, folder
             return self
 
         def __call__(self, **_: object) -> SimpleNamespace:

@@ -33,6 +33,8 @@ Note = Callable[[str], None]
 
 ENDLESS = 1_000_000
 """Steps of a run whose speed is not known yet."""
+LOOKS = 8
+"""Of a run at its held-out texts: at the start, six times on the way, at the end."""
 SLICE = 512
 """Prompts between two looks at the clock."""
 
@@ -258,13 +260,11 @@ def _train(
         return began + seconds - time.monotonic()
 
     first = session(ENDLESS)
-    start, before = time.monotonic(), first.step
     first(every=ENDLESS, minutes=min(probe, left() / 3) / 60, tick=None, note=note)
-    rate = max(first.step - before, 1) / (time.monotonic() - start)
-    total = first.step + max(int(0.9 * rate * left()), 1)
+    total = first.step + affordable(first, left())
     del first
     run = session(total)
-    figures = run(every=max(total // 6, 1), minutes=left() / 60, tick=tick, note=note)
+    figures = run(every=max(total // (LOOKS - 2), 1), minutes=left() / 60, tick=tick, note=note)
     return Trained(
         name=entry.name,
         kind=entry.kind,
@@ -273,6 +273,13 @@ def _train(
         tau=figures.tau,
         checkpoint=str(folder / CHECKPOINT),
     )
+
+
+def affordable(first: Session[Any], left: float) -> int:
+    """More steps of a run for which there is time, its looks aside; one at least. Its looks before
+    the first step and after the last are no part of what a step takes."""
+    per_step = first.seconds / first.step if first.step else left
+    return max(int(0.9 * (left - LOOKS * first.look_seconds) / per_step), 1)
 
 
 def record(found: Sequence[Trained]) -> list[dict[str, Any]]:

@@ -38,6 +38,8 @@ class Session(Generic[B]):
     def __init__(self, folder: Path, trainer: Steps[B], held_out: Sequence[B]) -> None:
         self.folder, self._steps, self._held_out = folder, trainer, held_out
         self.resumed = trainer.restore(folder)
+        self.look_seconds = 0.0
+        """Of the last look."""
         if (step := trainer.team.of_main(lambda: trainer.step)) != trainer.step:
             raise ConfigError(
                 f"all processes must see one {folder}, got step {step} in the main process and "
@@ -79,9 +81,17 @@ class Session(Generic[B]):
         """Steps done, in all runs."""
         return self._steps.step
 
+    @property
+    def seconds(self) -> float:
+        """What they took, looks aside."""
+        return self._steps.seconds
+
     def look(self, loss: float, note: Callable[[str], None]) -> Figures:
         """Held-out figures; keeps the drafter if it is the best so far."""
-        return self._steps.team.of_main(lambda: self._look(loss, note))
+        began = time.monotonic()
+        found = self._steps.team.of_main(lambda: self._look(loss, note))
+        self.look_seconds = time.monotonic() - began
+        return found
 
     def _look(self, loss: float, note: Callable[[str], None]) -> Figures:
         trainer = self._steps
