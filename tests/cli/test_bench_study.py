@@ -222,6 +222,8 @@ def test_the_headline_s_suites_take_turns(tmp_path: Path) -> None:
         ("tree --max-nodes 8", "--max-nodes has no effect on study tree"),
         ("batch --record", "--record must come with --texts"),
         ("batch --from x --texts y", "--texts has no effect with --from"),
+        ("batch --from x --vary batch=1", "--vary has no effect with --from"),
+        ("batch --from x --commit 12", "--commit has no effect with --from"),
         ("batch --from nowhere", "--from must be the JSON lines of one run of study batch"),
     ],
 )
