@@ -74,9 +74,14 @@ def test_answers_go_on_where_they_stopped(
     answers = Answers(path, GREEDY)
     for i in (7, 2):
         answers.add(i, texts[i])
+    whole = path.read_bytes()
     with path.open("a") as file:
         file.write('{"number": 3, "num_pro')
     assert Answers(path, GREEDY).missing(9) == [0, 1, 3, 4, 5, 6, 8]
+    assert path.read_bytes() == whole
+    written = path.stat().st_mtime_ns
+    assert Answers(path, GREEDY).missing(3) == [0, 1]
+    assert path.stat().st_mtime_ns == written
     prompts = [Prompt(tokens=p, known=None) for p in PROMPTS[:9]]
     capture = Capture(target, (0,))
     assert texts_of(engine, capture, prompts, GREEDY, path) == texts[:9]

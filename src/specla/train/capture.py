@@ -9,6 +9,7 @@ stopped goes on with. Features are computed again whenever a text is used: three
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,10 +76,13 @@ class Answers:
         self._asked = {"max_tokens": params.max_tokens, "temperature": params.temperature}
         self.texts: dict[int, Text] = {}
         if path.exists():
-            # A line that was being written when the run stopped has no end.
-            whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
-            path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-            for line in whole.splitlines():
+            found = path.read_bytes()
+            # A line that was being written when the run stopped has no end. Whole ones are never
+            # written again: stopped in the middle of that, a run would lose them all.
+            whole = found.rfind(b"\n") + 1
+            if whole < len(found):
+                os.truncate(path, whole)
+            for line in found[:whole].decode("utf-8").splitlines():
                 row = json.loads(line)
                 self._check(row)
                 self.texts[row["number"]] = Text(
