@@ -152,6 +152,22 @@ def test_every_decision_says_why() -> None:
     assert decision.detail == "nothing: no drafts were proposed"
 
 
+def test_a_first_call_that_compiles_is_not_taken_for_what_calls_cost() -> None:
+    """A second where a round takes one thousandth: it would switch off what pays for good."""
+    budget = Budget("x", MAX_NODES, Stairs(fixed=900, each=10, draft=None))
+    for us in (1e6, *[30.0] * 20):
+        (asked,) = budget.ask([row()])
+        assert asked.max_drafts > 0
+        tree = DraftTree.chain(1, range(2, 2 + asked.max_drafts))
+        (chosen,), decision = budget.choose([1], [tree], draft_us=us)
+        path = tuple(range(chosen.num_nodes))
+        budget.observe(
+            [Observation(slot=1, tree=chosen, path=path, emitted=path)], decision.reason
+        )
+    assert decision.reason == "pays"
+    assert (budget.account.on, budget.account.switches) == (True, 0)
+
+
 def test_the_same_history_gives_the_same_decisions() -> None:
     runs = [
         play(Budget("x", MAX_NODES, LIGHT), LIGHT, lambda i, d: 0.6, rows=3, rounds=100)

@@ -120,6 +120,7 @@ class Budget:
         self._declined = 0
         self._used: deque[int] = deque([max_nodes], maxlen=WINDOW)
         self._calls: dict[int, float] = {}  # microseconds of a call, by what was asked for
+        self._is_warm = False
         self._known: dict[tuple[int, float], tuple[float, int]] = {}
         self._asked = 0
         self._spent = 1.0  # by the round that was chosen last, in AR steps
@@ -160,7 +161,11 @@ class Budget:
         return self._costs.draft_us(rows, nodes) or 0.0
 
     def _called(self, us: float) -> None:
-        """A call took so long. One that was interrupted counts as four times the usual."""
+        """A call took so long. The first one, which also compiles and captures what later ones
+        run, says nothing; one that was interrupted counts as four times the usual."""
+        if not self._is_warm:
+            self._is_warm = True
+            return
         before = self._calls.get(self._asked) or us
         self._calls[self._asked] = before + (min(us, 4 * before) - before) / WINDOW
 
