@@ -15,7 +15,6 @@ from specla.cli.console import note, progress_bars
 from specla.cli.loading import load, prompt_format
 from specla.cli.options import EngineOptions
 from specla.cli.prompts import BadLine, Job, open_lines, read_jobs
-from specla.config import launched_processes
 from specla.errors import ConfigError
 from specla.request import SamplingParams
 
@@ -132,11 +131,7 @@ def train(
         raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if every < 1:
         raise ConfigError(f"--every must be above 0, got {every}")
-    if "-" in (prompts, held_out) and launched_processes() > 1:
-        raise ConfigError(
-            "several processes must each read all prompts, got '-': standard input can be read "
-            "once; give a file that all of them see"
-        )
+    _check_readable_by_all(prompts, held_out)
     schedule = {
         "rows": rows,
         "length": length,
@@ -202,6 +197,16 @@ def train(
     if team.main:
         note(f"tau {found.tau:.3f} on held-out texts; {out / 'checkpoint'}")
     return 0
+
+
+def _check_readable_by_all(*paths: str | None) -> None:
+    from specla.config import launched_processes
+
+    if "-" in paths and launched_processes() > 1:
+        raise ConfigError(
+            "several processes must each read all prompts, got '-': standard input can be read "
+            "once; give a file that all of them see"
+        )
 
 
 def _given(options: Mapping[str, object]) -> dict[str, object]:
