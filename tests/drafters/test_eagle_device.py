@@ -280,6 +280,7 @@ def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
         "got 8": (small, {}, 4),
         r"top_k must be an integer in \[1, 8\]": (large, {"top_k": 9}, 4),
         "1024 rows at once": (large, {"max_depth": 7}, 200),
+        "min_survival is for drafting on the host": (large, {"min_survival": 0.1}, 4),
     }
     for why, (path, more, slots) in cannot.items():
         eager = EagleDrafter(path=path, **more)  # type: ignore[arg-type]
