@@ -291,10 +291,10 @@ def test_a_run_that_is_stopped_ends_with_figures_of_its_last_step(
     def logged() -> list[list[str]]:
         return [row.split(",") for row in (tmp_path / "log.csv").read_text().splitlines()[1:]]
 
-    clock = iter([0.0, *[1.0] * 10, 99.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "time", SimpleNamespace(monotonic=lambda: next(clock)))
         stopped = run(40)
+        clock = SimpleNamespace(monotonic=lambda: 99.0 if stopped.step >= 10 else 0.0)
+        patch.setattr(session, "time", clock)
         found = stopped(every=50, minutes=1, note=lambda _: None)
     assert stopped.step == 10
     assert [row[0] for row in logged()] == ["0", "10"]
