@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from block_naive import Naive
 from block_toy import DFLASH, block_config, block_drafter, random_tensors, write_block
-from engine_harness import VOCAB, load_target, one_thread
+from engine_harness import VOCAB, load_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -32,17 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True, "num_kv_heads": 4, "confidence_with_markov": False},
     "narrow": {"windows": (4, 1), "block_size": 3},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return load_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

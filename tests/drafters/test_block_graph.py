@@ -5,7 +5,7 @@ eager drafter's, whatever rows come, go and share, and however far their context
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from block_toy import block_config, reader_config, write_block
-from engine_harness import load_target, one_thread
+from engine_harness import load_target
 from test_block import KINDS, SLOTS, outputs, text
 from torch import Tensor
 
@@ -24,12 +24,6 @@ from specla.models.base import TargetModel
 from specla.topology.tree import DraftTree
 
 OPTIONS: dict[str, Any] = {"tau": 50.0, "top_k": 3}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from eagle_toy import toy_config, toy_drafter, write_drafter
-from engine_harness import VOCAB, load_target, one_thread
+from engine_harness import VOCAB
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,17 +27,6 @@ from specla.models.files import read_json_object, write_json
 from specla.topology.tree import DraftTree
 
 SLOTS, NODES = 4, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return load_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

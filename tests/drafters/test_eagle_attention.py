@@ -5,13 +5,12 @@ The rules themselves are tested on the recurrent mixer in `test_eagle.py`."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from eagle_toy import toy_config, write_drafter
-from engine_harness import drive, load_target, make_engine, one_thread, outcome, plain, request
+from engine_harness import drive, make_engine, outcome, plain, request
 from engine_requests import LONG, LOOP, WALK
 from test_eagle import committed, outputs, row, same, seen, text
 from torch import Tensor
@@ -25,17 +24,6 @@ from specla.models.files import read_json_object, write_json
 ATTENTION = {
     "mixer": "attention", "num_heads": 4, "num_v_heads": 2, "head_dim": 6, "head_v_dim": 6,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return load_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

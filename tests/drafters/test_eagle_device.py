@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from eagle_toy import toy_config, write_drafter
-from engine_harness import load_target, one_thread
 
 from specla.drafters import DraftRow, Observation
 from specla.drafters.base import DeviceDrafter, ResidentDrafter
@@ -38,17 +37,6 @@ needs_interpreter = pytest.mark.skipif(
 SLOTS = 3
 # K != V, two value heads per key head.
 SIZES = {"head_dim": 128, "head_v_dim": 64, "hidden_size": 48, "intermediate_size": 64}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return load_target(tmp_path_factory.mktemp("target"))
 
 
 class Game:

@@ -4,26 +4,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import load_target, one_thread
 from test_eagle import NODES, bound, committed, gdn, outputs, row, seen, text
 
 from specla.models.base import TargetModel
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return load_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

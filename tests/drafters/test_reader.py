@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from block_toy import (
     reader_config,
     write_block,
 )
-from engine_harness import VOCAB, drive, load_target, make_engine, one_thread, plain, request
+from engine_harness import VOCAB, drive, load_target, make_engine, plain, request
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -50,12 +49,6 @@ CONFIG = ReaderConfig(
     bottleneck=8,
     norm_eps=1e-6,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ a run can be stopped, and what comes out is accepted."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from block_toy import DFLASH, block_config, random_tensors, reader_config, write_block
-from engine_harness import drive, load_target, make_engine, one_thread, request
+from engine_harness import drive, make_engine, request
 from torch import Tensor
 
 from specla.drafters.block import BlockDrafter
@@ -46,17 +46,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": dict(DFLASH),
     "windows": {**DFLASH, "windows": (3, None), "is_causal": None},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return load_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

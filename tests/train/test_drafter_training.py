@@ -5,7 +5,7 @@ habits."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from eagle_toy import toy_config
-from engine_harness import drive, load_target, make_engine, one_thread, request
+from engine_harness import drive, make_engine, request
 from safetensors.torch import load_file
 
 from specla.drafters.eagle import EagleDrafter
@@ -35,17 +35,6 @@ from specla.train.unroll import valid_steps
 
 PROMPTS = [tuple(5 + (i * k + k * k) % 19 for k in range(3 + i % 9)) for i in range(24)]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return load_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ Threads stand for the processes here; tests/cli/test_train_launched.py has real 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from block_toy import block_config, reader_config
-from engine_harness import load_target, make_engine, one_thread
+from engine_harness import make_engine
 from test_block_training import reader_for, steps_for
 from test_drafter_training import net_for, packer_for
 from thread_team import together
@@ -38,17 +38,6 @@ from specla.train.team import ALONE, Team, joined
 PROMPTS = [tuple(5 + (i * k + k * k) % 19 for k in range(3 + i % 9)) for i in range(24)]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 Make = Callable[[Team], Steps[Any]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return load_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_toy import toy_config
-from engine_harness import load_target
 from torch import Tensor
 
 from specla.drafters.eagle import EagleDrafter
@@ -20,11 +19,6 @@ from specla.train.gdn import RMSNorm, pack_masks
 from specla.train.unroll import MixerUnroll, pull, push, valid_steps
 
 STEPS, LENGTH = 5, 23
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    return load_target(tmp_path_factory.mktemp("target"))
 
 
 ATTENTION = {"mixer": "attention", "num_heads": 4, "head_v_dim": 8}
