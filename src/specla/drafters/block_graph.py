@@ -15,7 +15,7 @@ Rows, tokens and the context are padded to powers of two, a graph for each. Bits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ class GraphBlock(BlockDrafter):
         config, weights, rows = self.config, self.model.weights, bucket(num_slots)
         self._num_slots, self._windows = num_slots, windows(config, self._window)
         self._lengths: dict[int, int] = {}
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=weights.fc.device)
@@ -178,7 +178,7 @@ class GraphBlock(BlockDrafter):
 
     # ---- common
 
-    def _replay(self, key: Hashable, launch: Callable[[], Tensor]) -> Tensor:
+    def _replay(self, key: tuple[Any, ...], launch: Callable[[], Tensor]) -> Tensor:
         if key not in self._graphs:
             self._graphs[key] = captured(launch)
         graph, found = self._graphs[key]
@@ -205,4 +205,5 @@ class GraphBlock(BlockDrafter):
             else [KeysValues(larger(None), larger(None)) for _ in range(config.num_layers)]
         )
         self.model.reserve(size[1] + config.block_size)
-        self._graphs.clear()
+        # A level reads neither keys nor values.
+        self._graphs = {key: one for key, one in self._graphs.items() if key[0] == "children"}
