@@ -185,7 +185,7 @@ def extend(
         SPINE=rules.spine,
         FIRST=is_first,
         LAST=reading is None,
-        CHAIN=r.chain.shape[2],
+        CHAIN=r.chain.shape[2] if reading else 1,
         T=inputs,
         D=hidden,
         T_BLOCK=triton.next_power_of_2(inputs),
