@@ -4,10 +4,12 @@ CPU decoder. The recurrence by fla: tests/ops/test_fla_chunks.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import specla.models
 from specla.models.features import Features
@@ -20,11 +22,34 @@ from specla.models.gdn_fused import _packed
 from specla.models.gdn_prefill import ChunkDecoder
 
 
+class Played:
+    """A graph, played by launching again into the tensors of the first time."""
+
+    def __init__(self, launch: Callable[[], object]) -> None:
+        launch()
+        self.replay = launch
+
+
+def played(launch: Callable[[], object]) -> tuple[Played, object]:
+    return Played(launch), None
+
+
 def load(folder: Path, **options: object) -> FlaGDN:
     path = write_toy_checkpoint(
         folder, num_layers=2, hidden=32, head_dim=16, vocab=48, intermediate=40, **options
     )
     return specla.models.load(str(path), device="cpu", dtype=torch.float32)  # type: ignore[return-value]
+
+
+def by_chunks(model: FlaGDN) -> ChunkDecoder:
+    return ChunkDecoder(
+        _packed(model._weights),
+        model.config.recurrent,
+        eps=model.config.norm_eps,
+        gated=model.config.use_gate,
+        beta_scale=2.0 if model.config.allow_neg_eigval else 1.0,
+        kernels="reference",
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,14 +62,7 @@ def load(folder: Path, **options: object) -> FlaGDN:
 )
 def test_chunks_agree_with_the_cpu_decoder(tmp_path: Path, options: dict[str, object]) -> None:
     model = load(tmp_path, **options)
-    chunks = ChunkDecoder(
-        _packed(model._weights),
-        model.config.recurrent,
-        eps=model.config.norm_eps,
-        gated=model.config.use_gate,
-        beta_scale=2.0 if model.config.allow_neg_eigval else 1.0,
-        kernels="reference",
-    )
+    chunks = by_chunks(model)
     sizes = {"num_slots": 2, "max_nodes": 1}
     one, two = (State(model.config.recurrent, **sizes) for _ in range(2))  # type: ignore[arg-type]
     slot = one.acquire()
@@ -60,3 +78,34 @@ def test_chunks_agree_with_the_cpu_decoder(tmp_path: Path, options: dict[str, ob
     for a, b in zip(one.committed_state(slot), two.committed_state(slot), strict=True):
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5)
+
+
+def test_short_chunks_are_padded_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slots by turns, features of other layers and none: as chunks of their own length."""
+    monkeypatch.setattr("specla.models.gdn_prefill_graphs.captured", played)
+    monkeypatch.setattr("specla.models.gdn_prefill_graphs.CHUNK", 4)
+    model = load(tmp_path, heads=1, num_v_heads=2, expand_v=1.0)
+    short, alone = by_chunks(model), by_chunks(model)
+    monkeypatch.setattr(short._short, "takes", lambda num_tokens: num_tokens <= 512)
+    states = [State(model.config.recurrent, num_slots=2, max_nodes=1) for _ in "ab"]
+    slots = [[state.acquire() for _ in "ab"] for state in states]
+    rows: list[list[Tensor]] = [[], []]
+    for which, length, layers in ((0, 5, (1,)), (1, 4, ()), (0, 7, (1,)), (1, 2, (1, 0))):
+        tokens = [(7 * i + length) % 48 for i in range(length)]
+        for side, chunks in enumerate((short, alone)):
+            asked = Features(layers) if layers else None
+            chunks(tokens, slots[side][which], states[side], asked)
+            if asked is not None:
+                rows[side].append(asked.rows())
+    assert len(short._short._graphs) == 3
+    for a, b in zip(*rows, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for one, two in zip(*slots, strict=True):
+        committed = [
+            state.committed_state(slot) for state, slot in zip(states, (one, two), strict=True)
+        ]
+        for a, b in zip(*committed, strict=True):
+            for x, y in zip(a, b, strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

@@ -32,6 +32,10 @@ def normal(seed: int, *size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
+def tokens(count: int) -> Tensor:
+    return torch.tensor([count], dtype=torch.int32)
+
+
 class Layer:
     """Random weights of one layer's mixer, and both ways through it."""
 
@@ -55,7 +59,7 @@ class Layer:
     def by_kernel(self, y: Tensor, tail: Tensor) -> tuple[gdn.Inputs, Tensor]:
         x, tail = prefill.allocate(self.shape, len(y), torch.float32, y.device), tail.clone()
         prefill.prepare(
-            y, self.weight, self.A, self.dt_bias, tail, x, shape=self.shape,
+            y, self.weight, self.A, self.dt_bias, tail, tokens(len(y)), x, shape=self.shape,
             beta_scale=self.beta_scale,
         )  # fmt: skip
         return x, tail
@@ -85,6 +89,21 @@ def test_a_prompt_in_two_parts_has_the_same_inputs(cut: int) -> None:
         assert torch.equal(a, torch.cat([b, c]))
 
 
+@pytest.mark.parametrize("count", [1, 2, 16, 18])
+def test_rows_past_the_last_token_leave_a_state_as_it_is(count: int) -> None:
+    layer, y = Layer(WIDE_VALUES), normal(0, 21, Layer(WIDE_VALUES).width)
+    y[count:] = float("nan")
+    want, want_tail = layer.by_kernel(y[:count].contiguous(), layer.tail)
+    x, tail = prefill.allocate(layer.shape, len(y), torch.float32, y.device), layer.tail.clone()
+    prefill.prepare(
+        y, layer.weight, layer.A, layer.dt_bias, tail, tokens(count), x, shape=layer.shape
+    )
+    assert torch.equal(tail, want_tail)
+    for got, alone in zip(x, want, strict=True):
+        assert torch.equal(got[:count], alone)
+        assert not got[count:].any()
+
+
 def test_rounding_is_to_the_dtypes_given() -> None:
     """q and k once, v to the activation's dtype even where it is stored wider."""
     layer = Layer(WIDE_VALUES)
@@ -93,7 +112,9 @@ def test_rounding_is_to_the_dtypes_given() -> None:
     exact, _ = layer.by_kernel(y, tail)
     assert torch.equal(exact.v, exact.v.bfloat16().float())
     rounded = prefill.allocate(layer.shape, 3, torch.bfloat16, y.device)
-    prefill.prepare(y, layer.weight, layer.A, layer.dt_bias, tail, rounded, shape=layer.shape)
+    prefill.prepare(
+        y, layer.weight, layer.A, layer.dt_bias, tail, tokens(3), rounded, shape=layer.shape
+    )
     for name in ("q", "k", "v"):
         assert torch.equal(getattr(rounded, name), getattr(exact, name).bfloat16()), name
 

@@ -39,6 +39,10 @@ class Features:
             x = x.clone()
         self._outputs[layer] = x
 
+    def output(self, layer: int) -> Tensor:
+        """[M, D] of one layer."""
+        return self._outputs[layer]
+
     @property
     def room(self) -> Tensor:
         """The room it was given."""

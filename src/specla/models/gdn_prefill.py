@@ -4,7 +4,8 @@
 Products go through cuBLAS, what is between them through Triton kernels, the recurrence through
 fla's chunked kernels or the torch reference. A chunk is computed alone and every configuration is
 fixed, so its bits depend on its own tokens, their number and the state before it (rule I4); which
-chunks a prompt has follows from its length.
+chunks a prompt has follows from its length. So does whether a chunk is a graph's: a short one is
+padded, and its four hundred launches are one (`gdn_prefill_graphs`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.functional import linear
 
 from specla.config import PrefillKernels
 from specla.models.features import Features
+from specla.models.gdn_prefill_graphs import FIRST, Places, ShortChunks, sent
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import rows
 from specla.ops.contract import RecurrentShape
@@ -55,23 +57,35 @@ class ChunkDecoder:
         # What q, k and v are rounded to: fla multiplies in the activation dtype.
         self._operands = self._dtype if kernels == "fla" else torch.float32
         self._recur_over = self._by_fla() if kernels == "fla" else _by_reference
+        self._short = ShortChunks(self.launch, shape, self._dtype, self._device)
 
     def __call__(
         self, tokens: Sequence[int], slot: int, state: State, features: Features | None = None
     ) -> None:
         """Advance `slot` over `tokens`: S and tail of every layer, and the count."""
-        x, h = self._embed(tokens)
-        inputs = prefill.allocate(self._shape, len(tokens), self._operands, self._device)
-        recur = self._recur_over(len(tokens))
+        layers = range(self._shape.num_layers)
+        places = [(state.layers[i].S[slot], state.tail(i, slot)) for i in layers]
+        if self._short.takes(len(tokens)):
+            self._short(tokens, places, features)
+        else:
+            self.launch(sent(tokens).to(self._device), places, features)
+        state.advance(slot, len(tokens))
+
+    def launch(self, given: Tensor, places: Places, features: Features | None) -> None:
+        """Advance S and tail of every layer over the tokens of `given` (see `sent`)."""
+        x, h = self._embed(given)
+        count, num_rows = given[:1], len(x)
+        inputs = prefill.allocate(self._shape, num_rows, self._operands, self._device)
+        recur = self._recur_over(num_rows)
         w = self._weights
         norms = [*(block.attn_norm for block in w.blocks[1:]), w.norm]
         # Nobody reads what the last layer would put out, unless features are asked for.
         end = len(norms) if features and len(norms) - 1 in features.layers else len(norms) - 1
         for i, block in enumerate(w.blocks):
-            S, tail = state.layers[i].S[slot], state.tail(i, slot)
+            S, tail = places[i]
             y = linear(h, block.in_proj)
             prefill.prepare(
-                y, block.conv, block.A, block.dt_bias, tail, inputs, shape=self._shape,
+                y, block.conv, block.A, block.dt_bias, tail, count, inputs, shape=self._shape,
                 beta_scale=self._beta_scale,
             )  # fmt: skip
             o = recur(S, inputs, i < end)
@@ -79,7 +93,6 @@ class ChunkDecoder:
                 self._finish(block, x, h, y, o, norms[i])
                 if features is not None:
                     features.take(i, x, copy=True)
-        state.advance(slot, len(tokens))
 
     def _by_fla(self) -> Callable[[int], Recur]:
         from specla.ops.gdn.fla_chunks import ChunkedRule, Workspace, shared_memory
@@ -92,16 +105,15 @@ class ChunkDecoder:
 
         return over
 
-    def _embed(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _embed(self, given: Tensor) -> tuple[Tensor, Tensor]:
         """x, h [T, D]: the embeddings, and those normed for the first layer."""
-        w, count = self._weights, len(tokens)
-        # One transfer. The tokens start at 16 bytes, where all of a kernel's tensors do.
-        sent = torch.tensor([count, 0, 0, 0, *tokens], dtype=torch.int32).to(self._device)
-        x = torch.empty(count, w.embeddings.shape[1], dtype=self._dtype, device=self._device)
+        w, num_rows = self._weights, len(given) - FIRST
+        x = torch.empty(num_rows, w.embeddings.shape[1], dtype=self._dtype, device=self._device)
         h = torch.empty_like(x)
         rows.embed_norm(
-            sent[4:].view(1, count), sent[:1], w.embeddings, w.blocks[0].attn_norm, x, h, self._eps
-        )
+            given[FIRST:].view(1, num_rows), given[:1], w.embeddings, w.blocks[0].attn_norm, x, h,
+            self._eps,
+        )  # fmt: skip
         return x, h
 
     def _finish(

@@ -3,7 +3,8 @@
 
 The same formulas as the decode path's `triton.prepare`, with consecutive tokens in place of a
 tree. One program per block of tokens and head; what a token's values are made of, and in which
-order, depends on no other token than those its convolution sees.
+order, depends on no other token than those its convolution sees. Rows past the last token come
+out as tokens that leave a state as it is: nothing to read or write, no decay.
 """
 
 from __future__ import annotations
@@ -45,30 +46,33 @@ def prepare(
     A: Tensor,
     dt_bias: Tensor,
     tail: Tensor,
+    count: Tensor,
     x: Inputs,
     *,
     shape: RecurrentShape,
     beta_scale: float = 1.0,
 ) -> None:
-    """Convolution, SiLU, norms and gates of T >= 1 consecutive tokens; moves the tail on.
+    """Convolution, SiLU, norms and gates of consecutive tokens; moves the tail on.
 
     y [T, C_in]: raw projections, columns q | k | v | ... | a | b (the last 2 G are a and b);
-    conv_weight [C, W]; A, dt_bias [G] float32. tail [W-1, C]: the raw inputs before the first
-    token; becomes those before the token after the last. Fills x (see `Inputs`; q, k and v are
-    rounded to the dtype they are allocated in, v to y's first).
+    conv_weight [C, W]; A, dt_bias [G] float32. count [1] int32: the tokens, 1 to T. tail
+    [W-1, C]: the raw inputs before the first token; becomes those before the token after the
+    last. Fills x (see `Inputs`; q, k and v are rounded to the dtype they are allocated in, v to
+    y's first), with zeros past the last token.
     """
-    s, num_tokens = shape, y.shape[0]
+    s, num_rows = shape, y.shape[0]
     assert all(t.is_contiguous() for t in (y, tail, conv_weight, *x))
     _prepare_kernel[
-        (triton.cdiv(num_tokens, BLOCK_TOKENS), 2 * s.num_key_heads + s.num_value_heads)
+        (triton.cdiv(num_rows, BLOCK_TOKENS), 2 * s.num_key_heads + s.num_value_heads)
     ](
         y,
         conv_weight,
         A,
         dt_bias,
         tail,
+        count,
         *x,
-        num_tokens,
+        num_rows,
         s.key_dim**-0.5,
         beta_scale,
         H=s.num_key_heads,
@@ -96,10 +100,10 @@ def _shift_tail(tail_ptr, y_ptr, channel, used, num_tokens, C, STRIDE, W: tl.con
         tl.store(tail_ptr + j * C + channel, x, mask=used)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _prepare_kernel(
-    y_ptr, weight_ptr, A_ptr, dt_bias_ptr, tail_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
-    num_tokens, scale, beta_scale,
+    y_ptr, weight_ptr, A_ptr, dt_bias_ptr, tail_ptr, count_ptr, q_ptr, k_ptr, v_ptr, g_ptr,
+    beta_ptr, num_rows, scale, beta_scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +116,8 @@ def _prepare_kernel(
     used = column < tl.where(is_value, V, K)
     channel = tl.where(is_value, 2 * H * K + head * V, part * K) + column
     token = block * TOKENS + tl.arange(0, TOKENS)
-    real = token < num_tokens
+    num_tokens = tl.load(count_ptr)
+    real, there = token < num_tokens, token < num_rows
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     for back in tl.static_range(W - 1, -1, -1):  # oldest tap first
         at = (token - back)[:, None]
@@ -129,15 +134,17 @@ def _prepare_kernel(
         _shift_tail(tail_ptr, y_ptr, channel, used, num_tokens, C, STRIDE, W)
 
     y = round_to(silu(acc), y_ptr.dtype.element_ty).to(tl.float32)
-    mask = used[None, :] & real[:, None]
+    mask = used[None, :] & there[:, None]
     if is_value:
         place = (token[:, None] * G + head) * V + column[None, :]
         tl.store(v_ptr + place, round_to(y, v_ptr.dtype.element_ty), mask=mask)
         gates = y_ptr + token * STRIDE + (STRIDE - 2 * G) + head
         a = tl.load(gates, mask=real, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
-        tl.store(g_ptr + token * G + head, tl.load(A_ptr + head) * softplus(a), mask=real)
+        g = tl.where(real, tl.load(A_ptr + head) * softplus(a), 0.0)
+        tl.store(g_ptr + token * G + head, g, mask=there)
         b = tl.load(gates + G, mask=real, other=0.0).to(tl.float32)
-        tl.store(beta_ptr + token * G + head, beta_scale / (1 + tl.exp(-b)), mask=real)
+        beta = tl.where(real, beta_scale / (1 + tl.exp(-b)), 0.0)
+        tl.store(beta_ptr + token * G + head, beta, mask=there)
     else:
         y = y / tl.sqrt(tl.sum(y * y, axis=1) + 1e-6)[:, None]
         place = (token[:, None] * H + head) * K + column[None, :]

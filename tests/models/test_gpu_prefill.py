@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of prompts on a GPU, GDN-1.3B's shape in a few layers.
+
+pytest -m gpu tests/models/test_gpu_prefill.py
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from specla.bench.random_model import RandomGDN, gdn_1_3b
+from specla.models.features import Features
+from specla.state import State
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (1, 63, 64, 65, 200, 512, 513)
+
+
+@cache
+def model() -> RandomGDN:
+    return gdn_1_3b(layers=3)
+
+
+def run(state: State, slot: int, length: int, layers: tuple[int, ...] = ()) -> list[Tensor]:
+    """S and tail of every layer after so many tokens, and features."""
+    state.reset(slot)
+    features = Features(layers) if layers else None
+    tokens = [(37 * length + 11 * i) % 31000 + 5 for i in range(length)]
+    model().prefill(tokens, slot, state, features)
+    found = [x.clone() for pair in state.committed_state(slot) for x in pair]
+    return [*found, features.rows()] if features else found
+
+
+def new_state() -> State:
+    return State(
+        model().info.recurrent, num_slots=3, max_nodes=1, dtype=model().dtype,
+        device=model().device,
+    )  # fmt: skip
+
+
+def test_a_prompt_is_its_own_whatever_ran_before() -> None:
+    state = new_state()
+    slots = [state.acquire() for _ in range(3)]
+    first = {n: run(state, slots[0], n) for n in LENGTHS}
+    for i, n in enumerate(reversed(LENGTHS)):
+        run(state, slots[i % 3], 100 + i, (2, 0))
+        *again, features = run(state, slots[(i + 1) % 3], n, (1, 2))
+        assert features.shape == (n, 2 * 2048)
+        for a, b in zip(first[n], again, strict=True):
+            assert torch.equal(a, b), n
+
+
+def test_a_graph_is_what_launches_would_have_been() -> None:
+    """Padded or not, replayed or not: other products of other sizes round otherwise, no more."""
+    state, chunks = new_state(), model()._chunks
+    assert chunks is not None
+    slot = state.acquire()
+    for n in LENGTHS[:-1]:
+        replayed = run(state, slot, n, (0, 2))
+        chunks._short.takes = lambda num_tokens: False  # type: ignore[method-assign]
+        launched = run(state, slot, n, (0, 2))
+        del chunks._short.takes  # type: ignore[attr-defined]
+        for a, b in zip(replayed, launched, strict=True):
+            far = (a.float() - b.float()).abs().max() / b.float().abs().max()
+            assert far < 0.02, (n, float(far))
