@@ -10,6 +10,8 @@ from the prompt and the output (n-gram lookup), greedy only.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +46,13 @@ def load(folder: Path, device: str) -> Any:
     with _theirs():
         model = GatedDeltaNetForCausalLM.from_pretrained(str(folder))
         return model.to(device, torch.bfloat16).eval()
+
+
+def tune_beside(folder: Path, device: str) -> subprocess.Popen[bytes]:
+    """Start a process that has fla's kernels compiled and tuned for a checkpoint. That takes more
+    than a minute, which whoever loads the model later is spared: what was found is on disk."""
+    command = [sys.executable, "-m", __name__, str(folder), device]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 @contextmanager
@@ -176,3 +185,17 @@ class FlaSD:
             ),
             timing=Timing(prefill_s=prefill, decode_s=decode, tokens_per_s=len(output) / decode),
         )
+
+
+def _tune(folder: Path, device: str) -> None:
+    """Everything once: a prompt of some chunks, rounds with and without a chain."""
+    from specla.drafters import build
+
+    loop = FlaSD(load(folder, device), build("ngram"), (), lambda tokens: "", device)
+    for length in (100, 300):
+        prompt = [1 + i % 7 for i in range(length)]
+        loop(prompt, SamplingParams(temperature=0.0, max_tokens=12))
+
+
+if __name__ == "__main__":
+    _tune(Path(sys.argv[1]), sys.argv[2])

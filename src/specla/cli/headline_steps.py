@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from specla.bench.headline import Batch
     from specla.bench.measure import Method, Prompt, Sample
     from specla.llm import LLM
+    from specla.models.tokenizer import Tokenizer
 
 SIZES = ("gdn-1.3b", "toy")
 MAX_NODES, MAX_DEPTH = 16, 6
 NO_PRUNING = 1e9
-# Of the time for measuring, what may have passed when our own methods stop, and when fla's loop
-# stops, which needs seconds per prompt; the batch has the rest.
-SINGLE, FOREIGN = 0.7, 0.8
+# Of the time for measuring, what may have passed when methods stop that answer one prompt at a
+# time, and when batches stop; fla's loop, which needs seconds per prompt, has the rest.
+SINGLE, BATCHES = 0.62, 0.85
 NO_TIME = "no time was left; allow the step more minutes"
 Run = Callable[[Sequence[str]], Sequence[Completion]]
 """Answers to prompts, all of them decoded together."""
@@ -86,13 +87,19 @@ def _target(plan: Plan, progress: Progress, deadline: float, tick: Tick | None) 
 def _drafters(
     plan: Plan, progress: Progress, deadline: float, tick: Tick | None
 ) -> dict[str, Any]:
+    from specla.bench import fla_sd
     from specla.train import lineup
 
     line_up = lineup.GPU_LINE_UP if plan.size == "gdn-1.3b" else lineup.TOY_LINE_UP
-    llm = load(_engine(plan, "none", slots=64 if plan.size == "gdn-1.3b" else 8), tick)
-    found = lineup.train_line_up(
-        llm.engine, llm.tokenizer.digest, plan.work, deadline, line_up, tick=tick, note=note
-    )
+    tuning = None if plan.device == "cpu" else fla_sd.tune_beside(plan.checkpoint, plan.device)
+    try:
+        llm = load(_engine(plan, "none", slots=64 if plan.size == "gdn-1.3b" else 8), tick)
+        found = lineup.train_line_up(
+            llm.engine, llm.tokenizer.digest, plan.work, deadline, line_up, tick=tick, note=note
+        )
+    finally:
+        if tuning is not None:
+            tuning.kill()
     return {"entries": lineup.record(found)}
 
 
@@ -152,15 +159,16 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
     entries = {one["name"]: one for one in progress.need(DRAFTERS)["entries"]}
     missing: dict[str, str] = {}
     methods, run = _methods(plan, entries, missing, tick)
-    spent = [began + share * (deadline - began) for share in (SINGLE, FOREIGN)]
+    single, batch = (began + share * (deadline - began) for share in (SINGLE, BATCHES))
     count = (lambda done, total: tick("measuring", done, total)) if tick else None
     order = bench.in_turn(wanted)
-    samples = bench.take_turns(methods, order, params, spent[0], count)
-    samples += _foreign(plan, run, order, params, spent[1], missing)
-    record = run_record(run, str(plan.size))
+    samples = bench.take_turns(methods, order, params, single, count)
+    record, tokenizer = run_record(run, str(plan.size)), run.tokenizer
     del methods, run
     _free()
-    batches, more = _batches(plan, entries, params, deadline, missing, tick)
+    batches, more = _batches(plan, entries, params, batch, missing, tick)
+    _free()
+    samples += _foreign(plan, tokenizer, order, params, deadline, missing)
     scores, unanswered = bench.scores(samples), bench.unanswered(samples)
     missing |= unanswered
     _keep_texts(plan.work / "texts.jsonl", [*samples, *more])
@@ -187,7 +195,7 @@ def _origin() -> dict[str, str]:
 
 def _foreign(
     plan: Plan,
-    plain: LLM,
+    tokenizer: Tokenizer,
     order: Sequence[Prompt],
     params: SamplingParams,
     until: float,
@@ -199,7 +207,6 @@ def _foreign(
     from specla.bench.headline import take_turns
     from specla.bench.measure import Method
 
-    tokenizer = plain.tokenizer
     try:
         loop = fla_sd.FlaSD(
             fla_sd.load(plan.checkpoint, plan.device), drafters.build("ngram"),
