@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
+from specla.ops.gdn import triton_decode as decode
 from specla.ops.gdn import triton_stream as stream
 from specla.ops.gdn.triton_prepare import FORWARD, Span, Workspace, overlap, prepare
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
@@ -67,6 +68,23 @@ def stream_for(
     return stream.tile_for(shape, programs, num_nodes, lanes=lanes, branching=branching)
 
 
+def hopper_tile(
+    shape: RecurrentShape,
+    num_rows: int,
+    num_nodes: int,
+    parts: int,
+    device: torch.device,
+    *,
+    branching: bool,
+    pdl: bool,
+) -> stream.StreamTile | decode.DecodeTile:
+    """What `walk` takes on Hopper."""
+    tile = decode.tile_for(shape, lanes=lanes_for(shape.key_dim), pdl=pdl)
+    if num_nodes == parts == 1 and decode.pays(shape, num_rows, tile, device):
+        return tile
+    return stream_for(shape, num_rows * parts, num_nodes, branching=branching)
+
+
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
@@ -79,7 +97,7 @@ def walk(
     shape: RecurrentShape,
     log_capacity: int,
     threshold: int,
-    tile: Tile | stream.StreamTile | None = None,
+    tile: Tile | stream.StreamTile | decode.DecodeTile | None = None,
     branching: bool = True,
     pdl: bool = False,
 ) -> None:
@@ -90,8 +108,9 @@ def walk(
 
     Args:
         tile: rows of V per program and warps. A `StreamTile` asks for the kernel of
-            `ops.gdn.triton_stream`, which is for Hopper. None chooses the kernel by the device
-            and its tile by the round's size.
+            `ops.gdn.triton_stream`, which is for Hopper, a `DecodeTile` for that of
+            `ops.gdn.triton_decode`, for one node a row there. None chooses the kernel and its
+            tile by the device and the round's size.
         branching: False where every tree is a chain: no checkpoint is kept. Up to two nodes
             always are one.
     """
@@ -101,7 +120,8 @@ def walk(
     s = shape
     parts = rnd.walk.shape[1]
     if tile is None and is_hopper(layer.S.device):
-        tile = stream_for(s, num_rows * parts, num_nodes, branching=branching)
+        device = layer.S.device
+        tile = hopper_tile(s, num_rows, num_nodes, parts, device, branching=branching, pdl=pdl)
     tile = tile or tile_for(s, num_rows * parts, branching=branching)
     grid = (s.value_dim // tile.rows * s.num_value_heads, num_rows, parts)
     arguments = (
@@ -138,6 +158,9 @@ def walk(
         "BRANCHING": branching,
         "PDL": pdl,
     }
+    if isinstance(tile, decode.DecodeTile):
+        decode.launch(num_rows, arguments, meta, tile)
+        return
     if isinstance(tile, stream.StreamTile):
         stream.launch(grid, arguments, meta, tile, num_nodes)
         return

@@ -21,7 +21,6 @@ Source: as `ops.gdn.triton_wy`.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,6 +39,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.contract import RecurrentShape
 from specla.ops.gdn.triton import is_hopper
+from specla.ops.gdn.triton_decode import processors
 from specla.ops.gdn.triton_wy_operands import (
     COLUMNS,
     ROWS,
@@ -93,7 +93,7 @@ def pays(
     if not is_hopper(device) or knobs.runtime.interpret:
         return False
     tiles = num_rows * shape.num_value_heads * (shape.value_dim // ROWS)
-    return tiles >= 3 * StreamTile().programs * _processors(device)
+    return tiles >= 3 * StreamTile().programs * processors(device)
 
 
 def launch(
@@ -113,7 +113,7 @@ def launch(
     assert fits(K, V, nodes, fold), f"takes 128 x 128, 16 nodes, folds of up to 32, got {meta}"
     heads = rows[0].numel() * meta["G"]
     key_heads, tiles = rows[0].numel() * meta["H"], heads * (V // ROWS)
-    _stream_kernel[(min(_processors(S.device) * tile.programs, tiles),)](
+    _stream_kernel[(min(processors(S.device) * tile.programs, tiles),)](
         _blocks(S, S.numel(), K, ROWS, COLUMNS),
         _blocks(form.x, key_heads * 4 * nodes * K, K, 2 * nodes, COLUMNS),
         _blocks(form.e, key_heads * 2 * log * K, K, fold, COLUMNS),
@@ -132,11 +132,6 @@ def _blocks(x: Tensor, size: int, width: int, rows: int, columns: int) -> Tensor
     layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
     matrix = x.view(-1)[:size].view(-1, width)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @gluon.jit

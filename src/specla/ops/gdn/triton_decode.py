@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: ignore-errors
+"""The walk of `ops.gdn.triton` for rounds of one node a row, with memory and arithmetic at the
+same time.
+
+Same sums, same bits as `ops.gdn.triton._walk_kernel` (a test on the device compares them), the
+same inputs and outputs. There programs that a multiprocessor shares keep step: all wait for their
+states, then all compute. Here programs are as many as the device holds at a time, and each goes
+through units (row, value head, TILE rows of V) in order. A ring of tiles of S is always in flight
+by the copy engine, past the ends of units: a tile leaves the ring for registers at once, and its
+place is asked for again before the unit is computed. What else the next unit reads (the log's k
+and u, the node's k, q and v) is copied meanwhile into the other half of double buffers; k and q
+only where the key head changes.
+
+A unit, all warps together:
+  wait for S, S to registers; the log's decays to shared memory; wait for the copies; barrier
+  ask for the tile STAGES units on; copy this unit's entries past LOG, then what the next one reads
+  the log; moves to the ring, or S folded; the node
+An idle row's units are asked for and waited for too, which keeps the order.
+
+S, the log and the row's integers are read before the wait of programmatic dependent launch, as in
+`ops.gdn.triton`.
+
+Source: as `ops.gdn.triton`; DeltaLog (arXiv 2608.15533) for decoding with a log.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from triton import knobs
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specla.ops.contract import RecurrentShape
+from specla.ops.gdn.triton_prepare import overlap
+from specla.ops.gdn.triton_stream import (
+    _across,
+    _back,
+    _barrier,
+    _copied,
+    _copy,
+    _log2,
+    _log_entry,
+    _partial,
+    _rows,
+    _scalar,
+    _traded,
+    _update,
+)
+
+# Later Tritons renamed it.
+_load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+LOG = 16
+"""Log entries that travel ahead of their unit; the rest follow within it."""
+WIDTH = 32
+"""Elements in a row of the matrix that the copy engine sees: 256 of them are one message."""
+
+_WIDTH = gl.constexpr(WIDTH)
+
+
+class DecodeTile(NamedTuple):
+    """How the work is cut. Speed, never bits.
+
+    rows: of V per unit; warps: share them; each has 32 / lanes times 1, 2 or 4 rows.
+    registers: most per thread; 0 leaves it to the compiler. programs: per multiprocessor. stages:
+    tiles of the ring. rest: entries past LOG that travel at a time.
+    """
+
+    rows: int
+    warps: int = 4
+    registers: int = 0
+    programs: int = 2
+    stages: int = 2
+    rest: int = 4
+
+
+def tile_for(shape: RecurrentShape, *, lanes: int, pdl: bool) -> DecodeTile:
+    """Four rows a lane, if the head has so many. As measured on an H200: three programs alone are
+    the fastest, but leave no shared memory for the kernels that dependent launch starts beside
+    them, which then have to wait."""
+    rows = min(16 * (32 // lanes), shape.value_dim)
+    if pdl:
+        return DecodeTile(rows)
+    return DecodeTile(rows, registers=168, programs=3, stages=1, rest=1)
+
+
+def pays(shape: RecurrentShape, num_rows: int, tile: DecodeTile, device: torch.device) -> bool:
+    """Whether programs have units to be ahead of; for Hopper, which the caller asks about."""
+    if shape.value_dim % tile.rows or knobs.runtime.interpret:
+        return False
+    units = num_rows * shape.num_value_heads * (shape.value_dim // tile.rows)
+    return units >= 3 * tile.programs * processors(device)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(
+    num_rows: int, arguments: tuple[Any, ...], meta: dict[str, Any], tile: DecodeTile
+) -> None:
+    """Run the kernel over what `ops.gdn.triton.walk` gives its own, of rounds with N = 1 and one
+    part.
+
+    meta: H, G, K, V, LANES, PDL (PARTS and BRANCHING, which it is without, are ignored).
+    """
+    H, G, K, V, lanes, pdl = (meta[name] for name in ("H", "G", "K", "V", "LANES", "PDL"))
+    assert tile.rows * lanes // (32 * tile.warps) in (1, 2, 4), tile
+    S, *tensors = arguments[:16]
+    del tensors[7], tensors[-1]  # arrivals, walk
+    num_columns, num_path, num_entries, log_capacity, _, threshold = arguments[16:]
+    assert num_columns == 1, f"takes rounds of one node a row, got {num_columns}"
+    units = num_rows * G * (V // tile.rows)
+    registers = {"maxnreg": tile.registers} if tile.registers else {}
+    _decode_kernel[(min(processors(S.device) * tile.programs, units),)](
+        _blocks(S, tile.rows * K // WIDTH),
+        *(S, *tensors, units, num_path, num_entries, log_capacity, threshold),
+        **{"H": H, "G": G, "K": K, "V": V, "LANES": lanes, "PDL": pdl},
+        LOG=LOG,
+        REST=tile.rest,
+        TILE=tile.rows,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **registers,
+        **overlap(pdl),
+    )
+
+
+def _blocks(S: torch.Tensor, rows: int) -> TensorDescriptor:
+    """S as a matrix [.., WIDTH], `rows` rows at a time."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, WIDTH], gl.float32)
+    return TensorDescriptor.from_tensor(S.view(-1, WIDTH), [rows, WIDTH], layout)
+
+
+@gluon.constexpr_function
+def _state_matrix(TILE, DEEP, LANES, HIGH, WARPS):
+    """The layout of S [TILE, K] as a matrix [TILE K / WIDTH, WIDTH], elements in order."""
+    K = 4 * LANES * DEEP
+
+    def at(element):
+        return [element // WIDTH, element % WIDTH]
+
+    register = [at(1), at(2)] + [at(4 * LANES << i) for i in range(_log2(DEEP))]
+    register += [at(K << i) for i in range(_log2(HIGH))]
+    lane = [at(4 << i) for i in range(_log2(LANES))]
+    lane += [at(HIGH * K << i) for i in range(_log2(32 // LANES))]
+    warp = [at(HIGH * 32 // LANES * K << i) for i in range(_log2(WARPS))]
+    return gl.DistributedLinearLayout(register, lane, warp, [], [TILE * K // WIDTH, WIDTH])
+
+
+@gluon.jit
+def _ask(ring, q, slot, unit, here, UNITS: gl.constexpr):
+    """S of a unit, the q-th of this program, on its way. An idle row's too: it has a slot."""
+    S_blocks, ss, full = ring
+    STAGES: gl.constexpr = ss.shape[0]
+    ROWS: gl.constexpr = ss.shape[1]
+    s = q % STAGES
+    row = (slot * UNITS + unit % UNITS) * ROWS
+    mbarrier.expect(full.index(s), 4 * ROWS * ss.shape[2], pred=here)
+    _load_block(S_blocks, [row, 0], full.index(s), ss.index(s), pred=here)
+
+
+@gluon.jit
+def _entries(
+    start, SIZE: gl.constexpr, layout: gl.constexpr, ring_len, log_len, path_ptr, first_in_bank
+):
+    """Where SIZE entries of the log are; path_ptr is moved back by ring_len."""
+    j = start + gl.arange(0, SIZE, gl.SliceLayout(1, layout))
+    return _log_entry(j, ring_len, log_len, path_ptr, first_in_bank)
+
+
+@gluon.jit
+def _copy_entries(out, at_ptr, entry, start, log_len, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """Records `entry`, the log's from the start-th on -> a shared buffer."""
+    j = start + gl.arange(0, out.shape[0], gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))[None, :]
+    _copy(out, at_ptr + (entry[:, None] * STRIDE + column), mask=j < log_len)
+
+
+@gluon.jit
+def _move_entries(
+    at_ptr, buffer, start, ring_len, log_len, STRIDE: gl.constexpr, layout: gl.constexpr
+):
+    """What came from the last path -> the ring."""
+    j = start + gl.arange(0, buffer.shape[0], gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))[None, :]
+    moving = (j >= ring_len) & (j < log_len)
+    gl.store(at_ptr + (j * STRIDE + column), buffer.load(layout), mask=moving)
+
+
+@gluon.jit
+def _copy_row(out, at_ptr, there, layout: gl.constexpr):
+    """WIDTH elements in memory -> a shared buffer [1, WIDTH]."""
+    row = gl.arange(0, 1, gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))[None, :]
+    _copy(out, at_ptr + (row + column), mask=there & (row + column >= 0))
+
+
+@gluon.jit
+def _entry(
+    S, log, i_k, i_u, along_k: gl.constexpr, rows: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """S after one entry."""
+    ks, us, decays = log
+    k = ks.index(i_k).load(along_k)[None, :, :, :]
+    u = us.index(i_u).load(rows)
+    return _update(S * _scalar(decays.index(i_u), WARPS), u, k)
+
+
+@gluon.jit
+def _replay(
+    S, log, first_k, first_u, count, along_k: gl.constexpr, rows: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """S after `count` entries, two a pass: operands travel while the one before computes."""
+    pairs = count & -2
+    for j in range(0, pairs, 2):
+        S = _entry(S, log, first_k + j, first_u + j, along_k, rows, WARPS)
+        S = _entry(S, log, first_k + j + 1, first_u + j + 1, along_k, rows, WARPS)
+    for j in range(pairs, count):
+        S = _entry(S, log, first_k + j, first_u + j, along_k, rows, WARPS)
+    return S
+
+
+@gluon.jit(do_not_specialize=["num_units", "num_path", "num_entries", "log_capacity", "threshold"])
+def _decode_kernel(  # noqa: C901 - one kernel, one pass
+    S_blocks, S_ptr, k_ptr, u_ptr, g_ptr, q_ptr, v_ptr, beta_ptr, o_ptr,
+    slot_ptr, num_nodes_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr,
+    num_units, num_path, num_entries, log_capacity, threshold,
+    H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    LOG: gl.constexpr, REST: gl.constexpr, TILE: gl.constexpr, LANES: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Program i of P: units i / P to (i + 1) / P of all, by row, value head, rows of V."""
+    TILES: gl.constexpr = V // TILE
+    UNITS: gl.constexpr = G * TILES  # of a row
+    TURN: gl.constexpr = UNITS // H  # of a key head
+    DEEP: gl.constexpr = K // (4 * LANES)
+    HIGH: gl.constexpr = TILE // (32 // LANES * num_warps)
+    TRADES: gl.constexpr = _log2(HIGH)
+    TRADES_U: gl.constexpr = TRADES if HIGH > 2 else 0
+    state: gl.constexpr = gl.BlockedLayout(
+        [HIGH, DEEP, 1, 4], [32 // LANES, 1, LANES, 1], [num_warps, 1, 1, 1], [3, 2, 1, 0]
+    )
+    along_k: gl.constexpr = gl.SliceLayout(0, state)
+    sums: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, state))
+    rows: gl.constexpr = gl.SliceLayout(1, sums)
+    rows_u: gl.constexpr = gl.SliceLayout(1, _traded(TILE, LANES, HIGH, num_warps, TRADES_U, True))
+    rows_o: gl.constexpr = gl.SliceLayout(1, _traded(TILE, LANES, HIGH, num_warps, TRADES, True))
+    copied_k: gl.constexpr = _copied(K, 4, num_warps)
+    copied_u: gl.constexpr = _copied(TILE, 4, num_warps)
+    VECTOR: gl.constexpr = min(TILE, 128 // v_ptr.dtype.element_ty.primitive_bitwidth)
+    copied_v: gl.constexpr = _copied(TILE, VECTOR, num_warps)
+    single: gl.constexpr = _copied(1, 1, num_warps)
+    listed: gl.constexpr = gl.SliceLayout(1, single)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+    first = gl.program_id(0) * num_units // gl.num_programs(0)
+    last = (gl.program_id(0) + 1) * num_units // gl.num_programs(0)
+    if PDL:
+        gdc_launch_dependents()
+    ss = gl.allocate_shared_memory(
+        gl.float32, [STAGES, TILE * K // _WIDTH, _WIDTH], S_blocks.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    log_k = gl.allocate_shared_memory(gl.float32, [2, LOG, K], flat)
+    log_u = gl.allocate_shared_memory(gl.float32, [2, LOG, TILE], flat)
+    log_decay = gl.allocate_shared_memory(gl.float32, [2, LOG, 1], flat)
+    rest_k = gl.allocate_shared_memory(gl.float32, [REST, K], flat)
+    rest_u = gl.allocate_shared_memory(gl.float32, [REST, TILE], flat)
+    rest_decay = gl.allocate_shared_memory(gl.float32, [REST, 1], flat)
+    node_k = gl.allocate_shared_memory(gl.float32, [2, 1, K], flat)
+    node_q = gl.allocate_shared_memory(gl.float32, [2, 1, K], flat)
+    node_v = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [2, 1, TILE], flat)
+    log_ks = _rows(log_k, [2 * LOG, DEEP, LANES, 4])
+    log = (log_ks, _rows(log_u, [2 * LOG, TILE]), _rows(log_decay, [2 * LOG, 1]))
+    rest_ks = _rows(rest_k, [REST, DEEP, LANES, 4])
+    rest = (rest_ks, _rows(rest_u, [REST, TILE]), _rows(rest_decay, [REST, 1]))
+    node_ks = _rows(node_k, [2, DEEP, LANES, 4])
+    node_qs = _rows(node_q, [2, DEEP, LANES, 4])
+    node_vs = _rows(node_v, [2, TILE])
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+    fence_async_shared()
+    _barrier()
+    ring = (S_blocks, ss, full)
+    b = first // UNITS
+    ask_slot = gl.load(slot_ptr + b)
+    slot = ask_slot.to(gl.int64)
+    n = gl.load(num_nodes_ptr + b)
+    bank = gl.load(bank_ptr + b)
+    ring_len = gl.load(ring_len_ptr + b)
+    path_len = gl.load(path_len_ptr + b)
+    for s in gl.static_range(STAGES):
+        unit = first + s
+        if s > 0 and (unit < last) & (unit % UNITS == 0):
+            ask_slot = gl.load(slot_ptr + unit // UNITS)
+        _ask(ring, s, ask_slot, unit, unit < last, UNITS)
+
+    # The first unit's part of the log, and its node.
+    log_len = gl.where(n > 0, ring_len + path_len, 0)
+    path_at = path_ptr + (b * num_path - ring_len)
+    old = log_capacity + bank * num_path
+    entry_k = _entries(0, LOG, copied_k, ring_len, log_len, path_at, old)
+    entry_u = _entries(0, LOG, copied_u, ring_len, log_len, path_at, old)
+    entry_g = _entries(0, LOG, single, ring_len, log_len, path_at, old)
+    more_k = _entries(LOG, REST, copied_k, ring_len, log_len, path_at, old)
+    more_u = _entries(LOG, REST, copied_u, ring_len, log_len, path_at, old)
+    more_g = _entries(LOG, REST, single, ring_len, log_len, path_at, old)
+    j_g = gl.arange(0, LOG, listed)
+    j_more = LOG + gl.arange(0, REST, listed)
+    row = first % UNITS * TILE
+    key_head = first % UNITS // TURN
+    head = row // V
+    k_at = k_ptr + (slot * num_entries * H + key_head) * K
+    u_at = u_ptr + (slot * num_entries * (G * V) + row)
+    g_at = g_ptr + (slot * num_entries * G + head)
+    _copy_entries(log_k.index(0), k_at, entry_k, 0, log_len, H * K, copied_k)
+    _copy_entries(log_u.index(0), u_at, entry_u, 0, log_len, G * V, copied_u)
+    g = gl.load(g_at + entry_g * G, mask=j_g < log_len, other=0.0)
+    if PDL:
+        gdc_wait()
+    new = log_capacity + (1 - bank) * num_path
+    _copy_row(node_k.index(0), k_at + new * (H * K), n > 0, copied_k)
+    _copy_row(node_q.index(0), q_ptr + (b * H + key_head) * K, n > 0, copied_k)
+    _copy_row(node_v.index(0), v_ptr + (b * (G * V) + row), n > 0, copied_v)
+    async_copy.commit_group()
+    node_g = gl.load(g_at + new * G, mask=n > 0, other=0.0)
+    beta = gl.load(beta_ptr + (b * G + head), mask=n > 0, other=0.0)
+
+    half = 0  # of the buffers of k
+    for t in range(first, last):
+        turn_q = t - first
+        side = turn_q & 1  # of the buffers that change with every unit
+        mbarrier.wait(full.index(turn_q % STAGES), (turn_q // STAGES) & 1)
+        S = ss.index(turn_q % STAGES).load(_state_matrix(TILE, DEEP, LANES, HIGH, num_warps))
+        S = gl.convert_layout(S.reshape([TILE, DEEP, LANES, 4]), state, assert_trivial=True)
+        log_decay.index(side).store(gl.exp(g)[:, None])
+        async_copy.wait_group(0)
+        _barrier()  # everything of this unit is there, and nobody reads the unit before
+        unit = t + STAGES
+        if (unit < last) & (unit % UNITS == 0):
+            ask_slot = gl.load(slot_ptr + unit // UNITS)
+        _ask(ring, turn_q + STAGES, ask_slot, unit, unit < last, UNITS)
+
+        # What is past LOG, in front of what the next unit reads.
+        _copy_entries(rest_k, k_at, more_k, LOG, log_len, H * K, copied_k)
+        _copy_entries(rest_u, u_at, more_u, LOG, log_len, G * V, copied_u)
+        async_copy.commit_group()
+        g_more = gl.load(g_at + more_g * G, mask=j_more < log_len, other=0.0)
+        then = t + 1
+        there = then < last
+        then_n, then_slot, then_ring_len, then_log_len, then_new = n, slot, ring_len, log_len, new
+        then_k, then_u, then_g, then_path = entry_k, entry_u, entry_g, path_at
+        then_more_k, then_more_u, then_more_g = more_k, more_u, more_g
+        then_b = b
+        if there & (then % UNITS == 0):
+            then_b = b + 1
+            then_n = gl.load(num_nodes_ptr + then_b)
+            then_slot = gl.load(slot_ptr + then_b).to(gl.int64)
+            bank = gl.load(bank_ptr + then_b)
+            then_ring_len = gl.load(ring_len_ptr + then_b)
+            then_log_len = gl.where(then_n > 0, then_ring_len + gl.load(path_len_ptr + then_b), 0)
+            then_path = path_ptr + (then_b * num_path - then_ring_len)
+            old = log_capacity + bank * num_path
+            then_new = log_capacity + (1 - bank) * num_path
+            then_k = _entries(0, LOG, copied_k, then_ring_len, then_log_len, then_path, old)
+            then_u = _entries(0, LOG, copied_u, then_ring_len, then_log_len, then_path, old)
+            then_g = _entries(0, LOG, single, then_ring_len, then_log_len, then_path, old)
+            then_more_k = _entries(
+                LOG, REST, copied_k, then_ring_len, then_log_len, then_path, old
+            )
+            then_more_u = _entries(
+                LOG, REST, copied_u, then_ring_len, then_log_len, then_path, old
+            )
+            then_more_g = _entries(LOG, REST, single, then_ring_len, then_log_len, then_path, old)
+        then_row = then % UNITS * TILE
+        then_key_head = then % UNITS // TURN
+        then_head = then_row // V
+        then_u_at = u_ptr + (then_slot * num_entries * (G * V) + then_row)
+        then_g_at = g_ptr + (then_slot * num_entries * G + then_head)
+        then_k_at, then_half = k_at, half
+        expected = there & (then_n > 0)
+        entries = gl.where(there, then_log_len, 0)
+        if there & (then % TURN == 0):
+            then_half = 1 - half
+            then_k_at = k_ptr + (then_slot * num_entries * H + then_key_head) * K
+            _copy_entries(log_k.index(then_half), then_k_at, then_k, 0, entries, H * K, copied_k)
+            _copy_row(node_k.index(then_half), then_k_at + then_new * (H * K), expected, copied_k)
+            q_at = q_ptr + (then_b * H + then_key_head) * K
+            _copy_row(node_q.index(then_half), q_at, expected, copied_k)
+        _copy_entries(log_u.index(1 - side), then_u_at, then_u, 0, entries, G * V, copied_u)
+        _copy_row(
+            node_v.index(1 - side), v_ptr + (then_b * (G * V) + then_row), expected, copied_v
+        )
+        async_copy.commit_group()
+        next_g = gl.load(then_g_at + then_g * G, mask=j_g < entries, other=0.0)
+        next_node_g = gl.load(then_g_at + then_new * G, mask=expected, other=0.0)
+        next_beta = gl.load(beta_ptr + (then_b * G + then_head), mask=expected, other=0.0)
+
+        # What was written above is not read below; without this the compiler, which cannot see
+        # that, puts a barrier into every pass of the loop.
+        _barrier()
+        if n > 0:
+            fold = log_len > threshold
+            owns_k = t % TURN == 0
+            first_k, first_u = half * LOG, side * LOG
+            S = _replay(S, log, first_k, first_u, min(LOG, log_len), along_k, rows, num_warps)
+            if (fold == 0) & (log_len > ring_len):
+                _move_entries(u_at, log_u.index(side), 0, ring_len, log_len, G * V, copied_u)
+                if t % TILES == 0:
+                    gl.store(g_at + j_g * G, g, mask=(j_g >= ring_len) & (j_g < log_len))
+                if owns_k:
+                    _move_entries(k_at, log_k.index(half), 0, ring_len, log_len, H * K, copied_k)
+            for start in range(LOG, log_len, REST):
+                j = start + gl.arange(0, REST, listed)
+                if start > LOG:
+                    _barrier()  # nobody reads the entries before these
+                    old = 2 * log_capacity + num_path - new  # where this row's path is
+                    at_k = _entries(start, REST, copied_k, ring_len, log_len, path_at, old)
+                    at_u = _entries(start, REST, copied_u, ring_len, log_len, path_at, old)
+                    at_g = _entries(start, REST, single, ring_len, log_len, path_at, old)
+                    _copy_entries(rest_k, k_at, at_k, start, log_len, H * K, copied_k)
+                    _copy_entries(rest_u, u_at, at_u, start, log_len, G * V, copied_u)
+                    async_copy.commit_group()
+                    g_more = gl.load(g_at + at_g * G, mask=j < log_len, other=0.0)
+                    async_copy.wait_group(0)
+                else:
+                    async_copy.wait_group(1)
+                rest_decay.store(gl.exp(g_more)[:, None])
+                _barrier()
+                S = _replay(S, rest, 0, 0, min(REST, log_len - start), along_k, rows, num_warps)
+                if fold == 0:
+                    _move_entries(u_at, rest_u, start, ring_len, log_len, G * V, copied_u)
+                    if t % TILES == 0:
+                        gl.store(g_at + j * G, g_more, mask=(j >= ring_len) & (j < log_len))
+                    if owns_k:
+                        _move_entries(k_at, rest_k, start, ring_len, log_len, H * K, copied_k)
+            if fold:
+                v_row = gl.arange(0, TILE, rows).expand_dims(1).expand_dims(2).expand_dims(1)
+                deep = gl.arange(
+                    0, DEEP, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, state)))
+                )
+                lane = gl.arange(
+                    0, LANES, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, state)))
+                )
+                four = gl.arange(
+                    0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, state)))
+                )
+                wide = deep[None, :, None, None] * (4 * LANES) + lane[None, None, :, None] * 4
+                S_at = S_ptr + (slot * (G * V) + t % UNITS * TILE) * K
+                gl.store(S_at + (v_row * K + wide + four[None, None, None, :]), S)
+
+            # The node.
+            S = S * gl.exp(node_g)
+            k = node_ks.index(half).load(along_k)[None, :, :, :]
+            v = node_vs.index(side).load(rows_u).to(gl.float32)
+            u = beta * (v - _across(_partial(S, k, sums), TRADES_U, HIGH, num_warps))
+            gl.store(u_at + new * (G * V) + gl.arange(0, TILE, rows_u), u)
+            u = _back(u, rows, LANES, TRADES_U, HIGH, num_warps)
+            S = _update(S, u, k)
+            q = node_qs.index(half).load(along_k)[None, :, :, :]
+            o = _across(_partial(S, q, sums), TRADES, HIGH, num_warps)
+            gl.store(o_ptr + (b * (G * V) + t % UNITS * TILE) + gl.arange(0, TILE, rows_o), o)
+
+        n, slot, ring_len, log_len, new, b = (
+            then_n,
+            then_slot,
+            then_ring_len,
+            then_log_len,
+            then_new,
+            then_b,
+        )
+        entry_k, entry_u, entry_g, path_at = then_k, then_u, then_g, then_path
+        more_k, more_u, more_g = then_more_k, then_more_u, then_more_g
+        k_at, u_at, g_at, half = then_k_at, then_u_at, then_g_at, then_half
+        g, node_g, beta = next_g, next_node_g, next_beta

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hopper's kernel for one node a row, without a device: it compiles, asks for the state before it
+waits, keeps barriers out of the log's loop, does not spill, and as many programs fit a
+multiprocessor as are launched. On a device (marked gpu) its bits are those of the walk."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specla.ops.contract import RecurrentShape
+from specla.state import State
+from specla.topology.tree import DraftTree
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from specla.ops.gdn import triton as kernels  # noqa: E402
+from specla.ops.gdn import triton_decode as decode  # noqa: E402
+
+WIDE = RecurrentShape(
+    num_layers=1, num_key_heads=8, num_value_heads=8, key_dim=256, value_dim=256, conv_width=4
+)
+NARROW = replace(WIDE, num_key_heads=2, num_value_heads=4, key_dim=128, value_dim=64)
+SHAPES = {
+    "8 x 256 x 256": WIDE,
+    "16/32 x 128": replace(WIDE, num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128),
+    "4 x 64 x 128": replace(WIDE, num_key_heads=4, num_value_heads=4, key_dim=64, value_dim=128),
+    "2/4 x 128 x 64": NARROW,
+}
+SHARED = 228 * 1024  # bytes of a multiprocessor; each program takes another 1024
+REGISTERS = 65536
+INTEGERS = ("slot", "num_nodes", "bank", "ring_len", "path_len", "path")
+
+
+def compiled(shape: RecurrentShape, tile: decode.DecodeTile, *, pdl: bool) -> Any:
+    meta = {"H": shape.num_key_heads, "G": shape.num_value_heads}
+    meta |= {"K": shape.key_dim, "V": shape.value_dim, "LANES": kernels.lanes_for(shape.key_dim)}
+    meta |= {"LOG": decode.LOG, "REST": tile.rest, "TILE": tile.rows, "STAGES": tile.stages}
+    meta |= {"PDL": pdl, "num_warps": tile.warps}
+    kernel = decode._decode_kernel
+    names = kernel.arg_names
+    block = [tile.rows * shape.key_dim // decode.WIDTH, decode.WIDTH]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+    types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in names}
+    types |= dict.fromkeys(meta, "constexpr") | {f"{name}_ptr": "*i32" for name in INTEGERS}
+    types |= {"v_ptr": "*bf16", "S_blocks": f"tensordesc<{gl.float32}{block},{layout!r}>"}
+    places = {n: i for i, n in enumerate(names)}
+    aligned = {(places[n],): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}
+    source = GluonASTSource(kernel, types, {(places[n],): v for n, v in meta.items()}, aligned)
+    options = {"num_warps": tile.warps, "launch_pdl": pdl, "enable_fp_fusion": True}
+    options["maxnreg"] = tile.registers or None
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize(("shape", "pdl"), [(WIDE, True), (NARROW, True), (WIDE, False)])
+def test_compiles_for_hopper(shape: RecurrentShape, pdl: bool, tmp_path: Path) -> None:
+    """Gluon changes between versions of Triton."""
+    tile = decode.tile_for(shape, lanes=kernels.lanes_for(shape.key_dim), pdl=pdl)
+    kernel = compiled(shape, tile, pdl=pdl)
+    ptx = kernel.asm["ptx"]
+    if pdl:
+        assert ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
+    assert tile.programs * (kernel.metadata.shared + 1024) <= SHARED
+    assert longest_pass_without_barrier(ptx) >= 2 * 2 * shape.key_dim * tile.rows // (
+        32 * tile.warps
+    )
+    source = tmp_path / "kernel.ptx"
+    source.write_text(ptx)
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source)]
+    told = subprocess.run(
+        [*command, "-o", str(tmp_path / "out")], capture_output=True, text=True, check=True
+    )
+    assert "0 bytes spill stores, 0 bytes spill loads" in told.stdout + told.stderr
+    per_thread = REGISTERS // (tile.programs * 32 * tile.warps)
+    assert int(told.stderr.split("Used ")[1].split()[0]) <= min(255, per_thread)
+
+
+def longest_pass_without_barrier(ptx: str) -> int:
+    """Multiplications in the longest run of a loop's instructions that no barrier interrupts and
+    no label or branch cuts: two entries of the log, if nothing went wrong."""
+    longest = run = 0
+    for line in ptx.splitlines():
+        words = line.split()
+        if not words or words[0].startswith("."):
+            continue
+        if "bar.sync" in line or words[0].startswith("$L__BB") or "bra" in words[:2]:
+            run = 0
+        run += words[0].startswith(("mul.f32", "fma.rn.f32"))
+        longest = max(longest, run)
+    return longest
+
+
+def test_tiles() -> None:
+    """Four rows a lane where there are so many; a head is a whole number of tiles."""
+    wide = decode.tile_for(WIDE, lanes=16, pdl=True)
+    assert wide.rows == 32
+    assert decode.tile_for(NARROW, lanes=8, pdl=False).rows == 64
+    assert not decode.pays(WIDE, 64, wide._replace(rows=48), torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_bits_of_the_walk(name: str, rows: int) -> None:
+    """What `walk` chooses, the same kernel anyway, other rings and rows a lane; idle rows; empty
+    logs, folds due and not, logs longer than what travels ahead."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the decode kernel is for compute capability 9.0")
+    shape = SHAPES[name]
+    lanes = kernels.lanes_for(shape.key_dim)
+    tile, with_pdl = (decode.tile_for(shape, lanes=lanes, pdl=pdl) for pdl in (False, True))
+    other = tile._replace(rows=tile.rows // 2, programs=1, stages=3)
+    want = one_node_each(shape, rows, kernels.Tile(8, 1))
+    for choice in (None, tile, with_pdl, other):
+        assert all(map(torch.equal, want, one_node_each(shape, rows, choice))), choice
+
+
+def one_node_each(
+    shape: RecurrentShape, rows: int, tile: kernels.Tile | decode.DecodeTile | None
+) -> list[Tensor]:
+    """A round of one node a row; every fifth row is idle."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    normal = partial(torch.randn, generator=generator, device="cuda")
+    state = State(shape, num_slots=rows, max_nodes=4, log_capacity=24, device="cuda")
+    layer = state.layers[0]
+    for tensor in (layer.S, *layer.factors[:2]):
+        tensor.copy_(normal(tensor.shape) * 0.3)
+    layer.factors.g.copy_(-normal(layer.factors.g.shape).abs())
+    slots = [state.acquire() for _ in range(rows)]
+    logs: list[tuple[int, tuple[int, ...]]] = [(0, ()), (17, (0, 2)), (24, (0,)), (7, (1,))]
+    for slot in slots:
+        state.logs[slot].ring_len, state.logs[slot].path = logs[slot % 4]
+    rnd = state.begin(slots, [DraftTree((0,), (-1,))] * rows).round  # type: ignore[union-attr]
+    rnd.num_nodes[4::5] = 0
+    workspace = kernels.Workspace.allocate(shape, rows, torch.bfloat16, "cuda")
+    for tensor in (workspace.q, workspace.v, workspace.beta):
+        tensor.copy_(normal(tensor.shape) * 0.3)
+        tensor[4::5] = float("nan")
+    workspace.o.zero_()
+    kernels.walk(layer, rnd, workspace, shape=shape, log_capacity=24, threshold=24, tile=tile)
+    return [workspace.o, layer.S, *layer.factors]
