@@ -37,7 +37,7 @@ from specla.train.block_loop import (
 )
 from specla.train.capture import Capture, Text, answer
 from specla.train.session import Session, all_batches
-from specla.train.states import States
+from specla.train.states import CHUNK, States
 
 PROMPTS = [tuple(5 + (i * k + k * k) % 19 for k in range(3 + i % 9)) for i in range(24)]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -55,7 +55,13 @@ def texts(target: TargetModel) -> list[Text]:
 
 
 def packer_for(target: TargetModel, length: int = 64) -> BlockPacker:
-    return BlockPacker(target, Capture(target, (0, 1), keep_bytes=1 << 22), length)
+    return BlockPacker(Capture(target, (0, 1), keep_bytes=1 << 22), length)
+
+
+def document_of(batch: BlockBatch, place: int) -> tuple[int, list[int]]:
+    """Where in its document a place is, and the document's tokens."""
+    t = int(batch.positions.flatten()[place])
+    return t, batch.tokens.flatten()[place - t : batch.ends[place]].tolist()
 
 
 def fill_in(net: Named, tensors: dict[str, Tensor]) -> None:
@@ -82,6 +88,7 @@ def steps_for(
     recipe = options.pop("recipe", BlockRecipe(rows=2, length=64))
     net, packer = net_for(target, config), packer_for(target, recipe.length)
     shares = options.pop("shares", shares_for(config))
+    options.setdefault("captured", (0, 1))
     return BlockSteps(target, net, packer, texts, recipe, shares=shares, **options)
 
 
@@ -95,9 +102,12 @@ def test_a_batch_is_places_of_texts(target: TargetModel, texts: list[Text]) -> N
         for text, start, end in zip(texts, starts, ends, strict=False)
     ]
     assert batch.anchors.tolist() == [place for one in want for place in one]
-    assert [(d.tokens, d.start) for d in batch.documents] == [
-        (text.tokens[:end], start) for text, start, end in zip(texts, starts, ends, strict=False)
-    ]
+    for text, start, end in zip(texts, starts, ends, strict=False):
+        assert batch.tokens.flatten()[start : start + end].tolist() == list(text.tokens[:end])
+        assert batch.after.flatten()[start : start + end].tolist() == list(
+            text.tokens[1 : end + 1]
+        )
+        assert batch.ends[start : start + end].tolist() == [start + end] * end
     assert batch.positions[0, ends[0]] == 0
     assert batch.segments[1].tolist() == [0] * 6 + [-1] * 58
 
@@ -108,9 +118,8 @@ def test_lessons_stop_where_the_text_does(target: TargetModel, texts: list[Text]
     given = lessons(batch, batch.anchors, 5, target)
     logits = target.logits(batch.last.flatten(0, 1)).softmax(-1)
     for a, place in enumerate(batch.anchors.tolist()):
-        document = max((d for d in batch.documents if d.start <= place), key=lambda d: d.start)
-        text = texts[batch.documents.index(document)]
-        t = place - document.start
+        t, tokens = document_of(batch, place)
+        (text,) = (text for text in texts if list(text.tokens[:-1]) == tokens)
         for k in range(5):
             there = t + k + 1 < len(text.tokens)
             assert given.known[a, k] == there
@@ -147,15 +156,14 @@ def test_the_forward_is_that_of_use(
     logits = steps.guesses(batch, places, given).logits
     drafter = BlockDrafter(path=str(tmp_path))
     for a, place in enumerate(places.tolist()):
-        document = max((d for d in batch.documents if d.start <= place), key=lambda d: d.start)
-        t = place - document.start
+        t, tokens = document_of(batch, place)
         engine = make_engine(target, drafter, slots=1, nodes=8)
         slot = engine.state.acquire()
         if t:
-            features = batch.features.flatten(0, 1)[document.start : place]
-            drafter.prefill(slot, document.tokens[1 : t + 1], features)
-            target.prefill(document.tokens[:t], slot, engine.state)
-        h = drafter._outputs([slot], torch.tensor([document.tokens[t]]))
+            features = batch.features.flatten(0, 1)[place - t : place]
+            drafter.prefill(slot, tokens[1 : t + 1], features)
+            target.prefill(tokens[:t], slot, engine.state)
+        h = drafter._outputs([slot], torch.tensor([tokens[t]]))
         want = drafter.model.logits(h)[0]
         if config.markov_rank:
             want = want + drafter.model.correction(given.before[a])
@@ -163,16 +171,23 @@ def test_the_forward_is_that_of_use(
 
 
 def test_states_are_those_before_the_anchor(target: TargetModel, texts: list[Text]) -> None:
-    tokens, engine = texts[0].tokens, make_engine(target, log=16)
-    found = States(target, (1, 0))(tokens, [0, 4, 9])
-    assert [x.shape for x in found] == [(3, *engine.state.layers[0].S.shape[1:])] * 2
-    for i, count in enumerate((0, 4, 9)):
+    """Of texts in a row and in the next one, at a text's start and beyond a chunk's end."""
+    engine, (one, two, three) = make_engine(target, log=16), texts[:3]
+    batch = packer_for(target, 96)([[one, two, three], [three]])
+    starts = [0, len(one.tokens) - 1, len(one.tokens) + len(two.tokens) - 2, 96]
+    asked = [(0, 0), (0, 9), (1, 0), (1, 4), (1, 20), (2, 19), (2, 22), (3, 1), (3, 9)]
+    places = torch.tensor([starts[i] + count for i, count in asked])
+    assert places[5] == CHUNK < places[6]
+    found = States(target, (1, 0), (0, 1))(batch, places)
+    assert [x.shape for x in found] == [(9, *engine.state.layers[0].S.shape[1:])] * 2
+    for i, (text, count) in enumerate(asked):
         slot = engine.state.acquire()
-        for token in tokens[:count]:
+        for token in (one, two, three, three)[text].tokens[:count]:
             target.prefill([token], slot, engine.state)
         for layer, states in zip((1, 0), found, strict=True):
             want = engine.state.layers[layer].S[slot]
             torch.testing.assert_close(states[i], want, rtol=1e-4, atol=1e-5)
+        engine.state.release(slot)
 
 
 def test_losses_written_out() -> None:
@@ -298,7 +313,14 @@ def test_training_makes_a_drafter_that_is_accepted(
     kept = {name: p.clone() for name, p in steps.net.tensors().items()}
     reader = ReaderNet(reader_config(target.info))
     second = BlockSteps(
-        target, steps.net, packer_for(target), texts[:20], recipe, shares=READER, reader=reader
+        target,
+        steps.net,
+        packer_for(target),
+        texts[:20],
+        recipe,
+        shares=READER,
+        reader=reader,
+        captured=(0, 1),
     )
     assert second.figures(held) == steps.figures(held)
     assert survival_error(steps, held, steps._temperatures) < survival_error(steps, held, None)

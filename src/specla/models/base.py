@@ -11,6 +11,7 @@ from torch import Tensor, device, dtype
 
 from specla.models.features import Features
 from specla.ops.contract import DevicePlan, RecurrentShape, RoundPlan
+from specla.ops.gdn import Inputs
 from specla.state import State
 
 KernelChoice = Callable[[int, int], str]
@@ -59,6 +60,14 @@ class TargetModel(Protocol):
     def logits(self, x: Tensor) -> Tensor:
         """Logits [M, vocab] float32 of outputs x [M, D] of the last layer: the final norm and the
         head, for training drafters. No promise about bits."""
+        ...
+
+    def recurrence_inputs(self, layer: int, x: Tensor, same: Tensor) -> Inputs:
+        """What the recurrence of `layer` reads of texts, end to end, for training drafters.
+
+        x [M, D]: the outputs of the layer before, or embeddings. same [M, W] bool: whether the
+        token W - 1 - j places before is of the same text. No promise about bits.
+        """
         ...
 
     def prefill(

@@ -100,6 +100,7 @@ class Decoder:
         beta_scale: float = 1.0,
     ) -> None:
         self._weights, self._shape, self._eps = weights, shape, eps
+        self._beta_scale = beta_scale
         self.blocks: list[Block] = []
         self._fused: FusedDecoder | None = None
         self._chunks: ChunkDecoder | None = None
@@ -166,6 +167,17 @@ class Decoder:
     def logits(self, x: Tensor) -> Tensor:
         """Logits [M, vocab] of last-layer outputs x [M, D] (see the model contract)."""
         return linear(rms_norm(x, self._weights.norm, self._eps), self._weights.head).float()
+
+    @torch.inference_mode()
+    def recurrence_inputs(self, layer: int, x: Tensor, same: Tensor) -> gdn.Inputs:
+        """What a layer's recurrence reads of texts, end to end (see the model contract)."""
+        w, s = self._weights.blocks[layer], self._shape
+        y = linear(rms_norm(x, w.attn_norm, self._eps), w.in_proj)
+        a, b = y[:, -2 * s.num_value_heads :].chunk(2, dim=-1)
+        qkv = conv.packed(y[:, : s.conv_channels], w.conv, same)
+        return gdn.inputs(
+            qkv, a, b, A=w.A, dt_bias=w.dt_bias, shape=s, beta_scale=self._beta_scale
+        )
 
     @torch.inference_mode()
     def prefill(

@@ -40,6 +40,15 @@ def prefill(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     return _weighted(taps, weight, x.dtype), history[length:].clone()
 
 
+def packed(x: Tensor, weight: Tensor, same: Tensor) -> Tensor:
+    """Texts from their starts, end to end: x [M, C] raw inputs, weight [C, W], same [M, W] bool:
+    whether the token W - 1 - j places before is of the same text. Returns y [M, C]."""
+    width = weight.shape[1]
+    history = torch.cat([x.new_zeros(width - 1, x.shape[1]), x])
+    taps = [history[j : j + len(x)] * same[:, j, None] for j in range(width)]
+    return _weighted(taps, weight, x.dtype)
+
+
 def runs(
     x: Tensor, lengths: Sequence[int], weight: Tensor, tails: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,14 @@ where that is a token of the answer, so that the drafter learns what it will be 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specla.models.base import TargetModel
+from specla.ops.transfer import sent
 from specla.train.capture import Capture, Text
 from specla.train.eagle import Pairs
 
@@ -25,7 +26,8 @@ class Batch(NamedTuple):
     pairs: [B, T, ...]. at [n] int64: places, in rows laid end to end, of the pairs that count, in
     order of documents and pairs. laws [n, draft vocabulary]: the target's probabilities there,
     within the draft vocabulary. known [n] bool: whether the target's likeliest token is in it.
-    tokens [n]: x_{t+2}. weights [n]: their sum over a document is 1. documents [n].
+    tokens [n]: x_{t+2}. weights [n]: their sum over a document is 1. documents [n]: whose, of
+    num_documents.
     """
 
     pairs: Pairs
@@ -35,6 +37,7 @@ class Batch(NamedTuple):
     tokens: Tensor
     weights: Tensor
     documents: Tensor
+    num_documents: int
 
 
 def order(count: int, seed: int, start: int) -> Iterator[int]:
@@ -72,77 +75,73 @@ class Packer:
     def __init__(self, model: TargetModel, capture: Capture, d2t: Tensor, length: int) -> None:
         self._model, self._capture, self._length = model, capture, length
         self._d2t = d2t.to(model.device)
+        self._drafted = torch.zeros(model.info.vocab_size, dtype=torch.bool, device=model.device)
+        self._drafted[self._d2t] = True
 
     def __call__(self, rows: Sequence[Sequence[Text]]) -> Batch:
         """One batch, a list of texts per row."""
-        parts = [
-            [self._document(text, b, number) for number, text in enumerate(row)]
-            for b, row in enumerate(rows)
-        ]
-        pairs = Pairs(*(_rows(parts, i, self._length) for i in range(3)))
-        return self._lesson(pairs, [part for row in parts for part in row], parts)
+        texts = [[text.tokens[: self._length + 1] for text in row] for row in rows]
+        outputs = [[self._capture(tokens) for tokens in row] for row in texts]
+        features = in_rows([[found[:-1] for found, _ in row] for row in outputs], self._length)
+        # x_{t+1} of every pair, and the document in its row.
+        pairs = np.full((2, len(rows), self._length), [[[0]], [[-1]]], dtype=np.int64)
+        lessons, last = list[_Lessons](), list[Tensor]()
+        for b, row in enumerate(texts):
+            start = 0
+            for segment, tokens in enumerate(row):
+                end, first = start + len(tokens) - 1, max(rows[b][segment].num_prompt - 2, 0)
+                pairs[0, b, start:end], pairs[1, b, start:end] = tokens[1:], segment
+                place = b * self._length + start + first
+                lessons.append(_Lessons.of(place, tokens[first + 2 :], len(lessons)))
+                # Pair t guesses x_{t+2}, which the target's output at t + 1 is about.
+                last.append(outputs[b][segment][1][first + 1 : -1])
+                start = end
+        return self._batch(features, torch.from_numpy(pairs), torch.cat(last), lessons)
 
-    def _document(self, text: Text, row: int, number: int) -> _Document:
-        tokens = text.tokens[: self._length + 1]
-        ids = torch.tensor(tokens, device=self._model.device)
-        features, last = self._capture(tokens)
-        count, first = len(tokens) - 1, max(text.num_prompt - 2, 0)
-        return _Document(
-            embeds=self._model.embeddings[ids[1:]].float(),
-            features=features[:count].float(),
-            segments=torch.full((count,), number, device=ids.device),
-            # Pair t guesses x_{t+2}, which the target's output at t + 1 is about.
-            last=last[first + 1 : count],
-            tokens=ids[first + 2 :],
-            first=first,
-        )
-
-    def _lesson(
-        self, pairs: Pairs, flat: Sequence[_Document], parts: Sequence[Sequence[_Document]]
+    def _batch(
+        self, features: Tensor, pairs: Tensor, last: Tensor, lessons: Sequence[_Lessons]
     ) -> Batch:
-        logits = self._model.logits(torch.cat([one.last for one in flat]))
-        best = logits.argmax(-1)
-        at, weights, documents = list[Tensor](), list[Tensor](), list[Tensor]()
-        for b, row in enumerate(parts):
-            start = b * self._length
-            for one in row:
-                count = len(one.tokens)
-                at.append(torch.arange(count) + (start + one.first))
-                weights.append(torch.full((count,), 1 / max(count, 1)))
-                documents.append(torch.full((count,), len(documents)))
-                start += len(one.segments)
-        device = logits.device
+        device = last.device
+        ids, segments = sent(pairs, device)
+        parts = (torch.from_numpy(np.concatenate(x, axis=-1)) for x in zip(*lessons, strict=True))
+        columns, weights = (sent(x, device) for x in parts)
+        logits = self._model.logits(last)
+        whole = len(self._d2t) == logits.shape[1]
+        at, tokens, documents = columns
         return Batch(
-            pairs=pairs,
-            at=torch.cat(at).to(device),
-            laws=torch.softmax(logits[:, self._d2t], dim=-1),
-            known=torch.isin(best, self._d2t),
-            tokens=torch.cat([one.tokens for one in flat]),
-            weights=torch.cat(weights).to(device),
-            documents=torch.cat(documents).to(device),
+            pairs=Pairs(self._model.embeddings[ids].float(), features.float(), segments),
+            at=at,
+            laws=torch.softmax(logits if whole else logits[:, self._d2t], dim=-1),
+            known=self._drafted[logits.argmax(-1)],
+            tokens=tokens,
+            weights=weights,
+            documents=documents,
+            num_documents=len(lessons),
         )
 
 
-class _Document(NamedTuple):
-    """One text. embeds, features, segments by pair; last, tokens from pair `first` on."""
+class _Lessons(NamedTuple):
+    """Of one document, on the host: columns [3, n], places, x_{t+2} and the document; weights."""
 
-    embeds: Tensor
-    features: Tensor
-    segments: Tensor
-    last: Tensor
-    tokens: Tensor
-    first: int
+    columns: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, place: int, tokens: Sequence[int], document: int) -> Self:
+        """Those of pairs that lie from `place` on."""
+        count = len(tokens)
+        columns = np.array([range(place, place + count), tokens, [document] * count], np.int64)
+        return cls(columns, np.full(count, 1 / max(count, 1), np.float32))
 
 
-def _rows(parts: Sequence[Sequence[_Document]], field: int, length: int) -> Tensor:
-    """One field of all documents as rows [B, T, ...]; what is left over is of no document."""
-    rows = []
-    for row in parts:
-        x = torch.cat([part[field] for part in row])  # type: ignore[misc]
-        full = x.new_full((length, *x.shape[1:]), -1 if x.dtype == torch.int64 else 0)
-        full[: len(x)] = x
-        rows.append(full)
-    return torch.stack(rows)
+def in_rows(rows: Sequence[Sequence[Tensor]], length: int) -> Tensor:
+    """Documents [n, D], a list per row, as rows [B, length, D]; what is left over is 0."""
+    gaps = [length - sum(map(len, row)) for row in rows]
+    one = rows[0][0]
+    blank = one.new_zeros(max(gaps), *one.shape[1:])
+    parts = [x for row, gap in zip(rows, gaps, strict=True) for x in (*row, blank[:gap])]
+    found: Tensor = torch.cat(parts).unflatten(0, (len(rows), length))
+    return found
 
 
 def draft_vocabulary(texts: Sequence[Text], size: int, vocab_size: int) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specla.drafters.block_config import BlockConfig, expected_tensors
@@ -29,6 +30,7 @@ from specla.drafters.block_model import (
 )
 from specla.drafters.reader import Reader, ReaderConfig, reader_tensors
 from specla.models.weights import Shape
+from specla.ops.transfer import sent
 from specla.train.block_batches import BlockBatch
 
 
@@ -100,15 +102,20 @@ class BlockNet(Named):
     def outputs(
         self, model: BlockModel, batch: BlockBatch, places: Tensor, inject: Inject | None = None
     ) -> Tensor:
-        """What predicts the drafts of blocks with anchors at `places` (ascending): [A,
-        num_drafts, D]."""
+        """What predicts the drafts of blocks with anchors at `places` [A], on the host and
+        ascending: [A, num_drafts, D]."""
+        length, n = batch.tokens.shape[1], self.config.block_size
+        seats = Seats(places, len(batch.tokens), length, batch.tokens.device)
         where = batch.positions.flatten().clamp(min=0)
-        context = model.context(batch.features.flatten(0, 1), where)
-        x = model.inputs(batch.tokens.flatten()[places]).float()
-        offsets = torch.arange(self.config.block_size, device=places.device)
-        positions = (where[places][:, None] + offsets).flatten()
-        attend = _attend(self.config, batch, places, context)
-        return model.drafting(model.outputs(x, positions, attend, inject))
+        # Features of other layers may lie behind the drafter's.
+        width = self.config.hidden_size * len(self.config.target_layer_ids)
+        features = batch.features[..., :width].flatten(0, 1).to(self.compute)
+        context = model.context(features, where, end=length + n)
+        x = model.inputs(batch.tokens.flatten()[seats.places]).float()
+        offsets = torch.arange(n, device=x.device)
+        positions = (where[seats.places][:, None] + offsets).flatten()
+        attend = _attend(self.config, batch, seats, context)
+        return model.drafting(model.outputs(x, positions, attend, inject, end=length + n))
 
     def casting(self) -> AbstractContextManager[object]:
         """Where matrix products run in `compute`."""
@@ -151,55 +158,74 @@ class ReaderNet(Named):
         save_reader(folder, self.config, self.tensors())
 
 
-def _attend(
-    config: BlockConfig, batch: BlockBatch, places: Tensor, context: list[KeysValues]
-) -> Attend:
-    """Attention of many blocks, row by row: places before a block's anchor in its document, and
-    the block itself."""
-    rows, length, n = *batch.tokens.shape, config.block_size
-    counts = torch.bincount(places // length, minlength=rows).tolist()
-    spans = list(zip(range(rows), places.split(counts), strict=True))
-    offsets = torch.arange(n, device=places.device)
+class Seats:
+    """Anchors at `places` [A] (on the host, ascending) as a row's: as many per row as the fullest
+    one has, some of them taken twice.
 
-    def seen(layer: int, row: int, at: Tensor) -> Tensor:
-        """[A, n, T + n] bool."""
-        segments, positions = batch.segments[row], batch.positions[row]
-        t = at - row * length
-        start = positions[t][:, None]
-        before = (segments == segments[t][:, None]) & (positions < start)
-        key = torch.cat([positions.expand(len(t), -1), start + offsets], dim=1)
-        inside = torch.cat([before, torch.ones_like(before[:, :n])], dim=1).unsqueeze(1)
-        mask = visible(
-            start + offsets, key, window=config.windows[layer], causal=config.causal(layer)
-        )
-        return inside.expand(-1, n, -1) if mask is None else inside & mask
+    places [A], rows [B * m] and seats [A], on the device: each anchor's place, whose seat in a row
+    is which anchor's, and each anchor's seat.
+    """
+
+    def __init__(self, places: Tensor, rows: int, length: int, device: torch.device) -> None:
+        row = places // length
+        counts = torch.bincount(row, minlength=rows)
+        starts, self.per_row = counts.cumsum(0) - counts, int(counts.max())
+        seats = row * self.per_row + torch.arange(len(places)) - starts[row]
+        taken = torch.zeros(rows * self.per_row, dtype=torch.int64)
+        taken[seats] = torch.arange(len(places))
+        parts = sent(torch.cat([places, seats, taken]), device)
+        self.places, self.seats, self.taken = parts.split([len(places), len(places), len(taken)])
+
+    def seated(self, x: Tensor) -> Tensor:
+        """x [A, n, ...] by anchor -> [B, m * n, ...] by row."""
+        rows = x.index_select(0, self.taken).unflatten(0, (-1, self.per_row))
+        found: Tensor = rows.flatten(1, 2)
+        return found
+
+    def by_anchor(self, x: Tensor, n: int) -> Tensor:
+        """The way back of `seated`, from blocks of n."""
+        blocks: Tensor = x.unflatten(1, (-1, n)).flatten(0, 1)
+        return blocks.index_select(0, self.seats)
+
+
+def _attend(
+    config: BlockConfig, batch: BlockBatch, seats: Seats, context: list[KeysValues]
+) -> Attend:
+    """Attention of many blocks, all rows at once: places before a block's anchor in its document,
+    and the block itself."""
+    masks = dict[tuple[int | None, bool], Tensor]()
+    shape, n = batch.tokens.shape, config.block_size
 
     def attend(layer: int, q: Tensor, own: KeysValues) -> Tensor:
-        parts = (x.unflatten(0, (-1, n)).split(counts) for x in (q, *own))
-        outputs = []
-        for (row, at), queries, k, v in zip(spans, *parts, strict=True):
-            span = slice(row * length, (row + 1) * length)
-            past = KeysValues(*(x[span] for x in context[layer]))
-            outputs.append(_blocks(queries, past, KeysValues(k, v), seen(layer, row, at)))
-        return torch.cat(outputs).flatten(0, 1)
+        kind = config.windows[layer], config.causal(layer)
+        if kind not in masks:
+            masks[kind] = _seen(batch, seats, n, *kind)
+        q, *own_rows = (seats.seated(x.unflatten(0, (-1, n))) for x in (q, *own))
+        past = (x.unflatten(0, shape) for x in context[layer])
+        # A row's blocks lie behind its places: what no block may see of another is masked.
+        k, v = (torch.cat(x, dim=1) for x in zip(past, own_rows, strict=True))
+        q, k, v = (x.transpose(1, 2) for x in (q, k.to(q.dtype), v.to(q.dtype)))
+        grouped = q.shape[1] != k.shape[1]
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[kind], enable_gqa=grouped)
+        return seats.by_anchor(o.transpose(1, 2), n).flatten(2).flatten(0, 1)
 
     return attend
 
 
-def _blocks(q: Tensor, past: KeysValues, own: KeysValues, seen: Tensor) -> Tensor:
-    """q [A, n, Q, d] over past [T, H, d] and own [A, n, H, d], seen [A, n, T + n] -> [A, n, Q d].
-    The past is not copied per block."""
-    groups = q.shape[2] // past.k.shape[1]
-    q = q.unflatten(2, (-1, groups))
-    scores = torch.cat(
-        [
-            torch.einsum("anhgd,thd->ahgnt", q, past.k),
-            torch.einsum("anhgd,amhd->ahgnm", q, own.k),
-        ],
-        dim=-1,
-    ).float() / math.sqrt(q.shape[-1])
-    law = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1).to(q.dtype)
-    before, inside = law.split([len(past.k), own.k.shape[1]], dim=-1)
-    o = torch.einsum("ahgnt,thd->anhgd", before, past.v.to(q.dtype))
-    o = o + torch.einsum("ahgnm,amhd->anhgd", inside, own.v.to(q.dtype))
-    return o.flatten(2)
+def _seen(batch: BlockBatch, seats: Seats, n: int, window: int | None, causal: bool) -> Tensor:
+    """[B, 1, m * n, T + m * n] bool: which places and blocks' positions a row's blocks see."""
+    rows, m = batch.tokens.shape[0], seats.per_row
+    device = batch.tokens.device
+    anchors = seats.places[seats.taken]
+    segment, start = (
+        x.flatten()[anchors].unflatten(0, (rows, m, 1)) for x in (batch.segments, batch.positions)
+    )
+    segments, positions = batch.segments[:, None], batch.positions[:, None]
+    past = (segments == segment) & (positions < start)  # [B, m, T]
+    block = torch.arange(m, device=device).repeat_interleave(n)
+    own = (block == torch.arange(m, device=device)[:, None]).expand(rows, -1, -1)
+    inside = torch.cat([past, own], dim=-1).repeat_interleave(n, dim=1)
+    query = (start + torch.arange(n, device=device)).flatten(1)
+    key = torch.cat([batch.positions, query], dim=-1)
+    mask = visible(query, key, window=window, causal=causal)
+    return (inside if mask is None else inside & mask).unsqueeze(1)

@@ -11,26 +11,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specla.models.base import TargetModel
+from specla.ops.transfer import sent
+from specla.train.batches import in_rows
 from specla.train.capture import Capture, Text
-
-
-class Document(NamedTuple):
-    """One text in a batch: its tokens (of its places), and where its first place is."""
-
-    tokens: tuple[int, ...]
-    start: int
 
 
 class BlockBatch(NamedTuple):
     """Packed places [B, T, ...].
 
     features: the target's outputs, side by side; last: its last layer's. tokens: x_t; after:
-    x_{t+1}. segments: the document, -1 for none; positions: t. anchors [n] int64: places, in rows
-    laid end to end, that can be anchors. documents: in order of place.
+    x_{t+1}. segments: the document, -1 for none; positions: t.
+
+    On the host, of places in rows laid end to end: anchors [n] int64, those that can be anchors;
+    ends [B * T] int64, where a place's document ends.
     """
 
     features: Tensor
@@ -40,7 +38,7 @@ class BlockBatch(NamedTuple):
     segments: Tensor
     positions: Tensor
     anchors: Tensor
-    documents: tuple[Document, ...]
+    ends: Tensor
 
 
 class Lessons(NamedTuple):
@@ -54,26 +52,33 @@ class Lessons(NamedTuple):
 
 
 class BlockPacker:
-    """Makes batches of one target's texts. length: places per row."""
+    """Makes batches of texts. capture: of their target. length: places per row."""
 
-    def __init__(self, model: TargetModel, capture: Capture, length: int) -> None:
-        self._model, self._capture, self._length = model, capture, length
+    def __init__(self, capture: Capture, length: int) -> None:
+        self._capture, self._length = capture, length
 
     def __call__(self, rows: Sequence[Sequence[Text]]) -> BlockBatch:
         """One batch, a list of texts per row."""
-        parts, anchors, documents = [], list[Tensor](), list[Document]()
-        for b, row in enumerate(rows):
-            start, one = b * self._length, list[tuple[Tensor, ...]]()
-            for number, text in enumerate(row):
-                ids = text.tokens[: self._length + 1]
-                one.append(self._places(ids, number))
-                first = max(text.num_prompt - 1, 0)
-                anchors.append(torch.arange(first, len(ids) - 1) + start)
-                documents.append(Document(ids[:-1], start))
-                start += len(ids) - 1
-            parts.append([torch.cat(x) for x in zip(*one, strict=True)])
-        columns = (torch.stack([self._padded(x) for x in c]) for c in zip(*parts, strict=True))
-        features, last, tokens, after, segments, positions = columns
+        texts = [[text.tokens[: self._length + 1] for text in row] for row in rows]
+        outputs = [[self._capture(tokens) for tokens in row] for row in texts]
+        features, last = (
+            in_rows([[one[i][:-1] for one in row] for row in outputs], self._length)
+            for i in range(2)
+        )
+        # Tokens, those after them, documents and positions.
+        columns = np.full((4, len(rows), self._length), -1, dtype=np.int64)
+        ends, anchors = np.zeros((len(rows), self._length), dtype=np.int64), list[Tensor]()
+        for b, row in enumerate(texts):
+            start, first = 0, b * self._length
+            for number, tokens in enumerate(row):
+                end = start + len(tokens) - 1
+                columns[:2, b, start:end] = tokens[:-1], tokens[1:]
+                columns[2, b, start:end], columns[3, b, start:end] = number, range(end - start)
+                ends[b, start:end] = first + end
+                asked = max(rows[b][number].num_prompt - 1, 0)
+                anchors.append(torch.arange(first + start + asked, first + end))
+                start = end
+        tokens, after, segments, positions = sent(torch.from_numpy(columns), last.device)
         return BlockBatch(
             features=features,
             last=last,
@@ -81,50 +86,38 @@ class BlockPacker:
             after=after,
             segments=segments,
             positions=positions,
-            anchors=torch.cat(anchors).to(self._model.device),
-            documents=tuple(documents),
+            anchors=torch.cat(anchors),
+            ends=torch.from_numpy(ends).flatten(),
         )
-
-    def _places(self, tokens: Sequence[int], number: int) -> tuple[Tensor, ...]:
-        """A text's columns of a batch."""
-        features, last = self._capture(tokens)
-        ids, count = torch.tensor(tokens, device=features.device), len(tokens) - 1
-        where = torch.arange(count, device=ids.device)
-        segment = torch.full_like(where, number)
-        return features[:-1].float(), last[:-1], ids[:-1], ids[1:], segment, where
-
-    def _padded(self, x: Tensor) -> Tensor:
-        full = x.new_full((self._length, *x.shape[1:]), -1 if x.dtype == torch.int64 else 0)
-        full[: len(x)] = x
-        return full
 
 
 def some(places: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """At most `count` of the places, in order: at random, or evenly spread without a generator."""
+    """At most `count` of the places [n], in order: at random, or evenly spread where there is no
+    generator."""
     if len(places) <= count:
         return places
     if generator is None:
         at = torch.arange(count) * len(places) // count
     else:
         at = torch.randperm(len(places), generator=generator)[:count].sort().values
-    return places[at.to(places.device)]
+    return places[at]
+
+
+def known_drafts(batch: BlockBatch, places: Tensor, count: int) -> Tensor:
+    """[A, count] bool, on the host: whether the document of an anchor goes that far."""
+    return torch.arange(count) < (batch.ends[places] - places)[:, None]
 
 
 def lessons(batch: BlockBatch, places: Tensor, count: int, model: TargetModel) -> Lessons:
-    """What blocks of `count` drafts with anchors at `places` learn."""
-    total = batch.tokens.numel()
-    at = places[:, None] + torch.arange(count, device=places.device)
-    inside = at < total
-    at = at.clamp(max=total - 1)
-    length = batch.tokens.shape[1]
-    segments = batch.segments.flatten()
-    same = (segments[at] == segments[places][:, None]) & (
-        at // length == places[:, None] // length
-    )
+    """What blocks of `count` drafts learn; their anchors' places [A] are on the host."""
+    at = (places[:, None] + torch.arange(count)).clamp(max=batch.tokens.numel() - 1)
+    at, known = sent(
+        torch.stack([at, known_drafts(batch, places, count)]), batch.last.device
+    ).unbind()
     laws = torch.softmax(model.logits(batch.last.flatten(0, 1)[at.flatten()]), dim=-1)
     return Lessons(
         labels=batch.after.flatten()[at].clamp(min=0),
-        known=inside & same,
+        known=known > 0,
         laws=laws.unflatten(0, at.shape),
         before=batch.tokens.flatten()[at].clamp(min=0),
     )

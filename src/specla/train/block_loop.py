@@ -27,8 +27,9 @@ from specla.drafters.block_config import BlockConfig
 from specla.drafters.block_model import BlockModel, Inject
 from specla.drafters.calibration import calibrate
 from specla.models.base import TargetModel
+from specla.ops.transfer import sent
 from specla.train.block import BlockNet, ReaderNet
-from specla.train.block_batches import BlockBatch, Lessons, lessons, some
+from specla.train.block_batches import BlockBatch, Lessons, known_drafts, lessons, some
 from specla.train.capture import Text
 from specla.train.states import States
 from specla.train.steps import Figures, Lesson, Pack, Schedule, Steps
@@ -111,7 +112,8 @@ class BlockSteps(Steps[BlockBatch]):
     """A block drafter in training, with a state reader or without.
 
     Args:
-        net: the drafter. reader: its state reader; then `states` runs the target for it.
+        net: the drafter. reader: its state reader. captured: feature layers of the batches: the
+            drafter's, and what else `states` needs.
         shares: of the loss.
         joint: train the drafter too where there is a reader.
     """
@@ -126,6 +128,7 @@ class BlockSteps(Steps[BlockBatch]):
         *,
         shares: Shares,
         reader: ReaderNet | None = None,
+        captured: Sequence[int] = (),
         joint: bool = False,
         team: Team = ALONE,
     ) -> None:
@@ -137,7 +140,7 @@ class BlockSteps(Steps[BlockBatch]):
         if reader is not None:
             parts["reader"] = reader
             net.requires_grad_(joint)
-            self._states = States(target, reader.config.state_layers)
+            self._states = States(target, reader.config.state_layers, captured)
         super().__init__(parts, pack, texts, recipe, team)
 
     def loss(self, batch: BlockBatch) -> Lesson:
@@ -146,14 +149,15 @@ class BlockSteps(Steps[BlockBatch]):
         seed = (recipe.seed << 32) + self.step * team.count + team.number
         generator = torch.Generator().manual_seed(seed)
         places = some(batch.anchors, recipe.anchors // team.count, generator)
-        given = lessons(batch, places, self.net.config.num_drafts, self._target)
+        count = self.net.config.num_drafts
+        given = lessons(batch, places, count, self._target)
         guesses = self.guesses(batch, places, given)
         found = block_loss(guesses.logits, guesses.confidence, given, self._shares)
         weight = draft_weights(given.known, self._shares.decay, found.dtype).sum()
-        return Lesson(found, weight, int(given.known.sum()))
+        return Lesson(found, weight, int(known_drafts(batch, places, count).sum()))
 
     def guesses(self, batch: BlockBatch, places: Tensor, given: Lessons) -> Guesses:
-        """The drafter's laws and confidences at some anchors."""
+        """The drafter's laws and confidences at some anchors; their places are on the host."""
         model, inject = self.net.model(), self._inject(batch, places)
         with self.net.casting():
             h = self.net.outputs(model, batch, places, inject)
@@ -167,19 +171,11 @@ class BlockSteps(Steps[BlockBatch]):
     def _inject(self, batch: BlockBatch, places: Tensor) -> Inject | None:
         if self.reader is None:
             return None
-        reader = self.reader.reader()
-        reading = reader.read_folded(self._read(batch, places.tolist()))
-        return lambda h: reader.delta(h, reading)
-
-    def _read(self, batch: BlockBatch, places: Sequence[int]) -> list[Tensor]:
-        """Per state layer, the states [A, G, V, K] at the anchors."""
         assert self._states is not None
-        found = []
-        for tokens, start in batch.documents:
-            own = [p - start for p in places if start <= p < start + len(tokens)]
-            if own:
-                found.append(self._states(tokens, own))
-        return [torch.cat(layer) for layer in zip(*found, strict=True)]
+        reader = self.reader.reader()
+        states = self._states(batch, sent(places, batch.tokens.device))
+        reading = reader.read_folded(states)
+        return lambda h: reader.delta(h, reading)
 
     @torch.no_grad()
     def figures(self, batches: Sequence[BlockBatch]) -> Figures:

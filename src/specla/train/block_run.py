@@ -39,6 +39,7 @@ from specla.train.block_loop import READER as READER_SHARES
 from specla.train.block_loop import BlockRecipe, BlockSteps, shares_for
 from specla.train.capture import Capture, Text
 from specla.train.session import Session, all_batches, teaching
+from specla.train.states import layers_before
 from specla.train.steps import check_above_zero
 from specla.train.team import ALONE, Team
 
@@ -168,11 +169,17 @@ def _ids_below(ids: Sequence[int], count: int) -> bool:
     return len(set(ids)) == len(ids) > 0 and all(0 <= i < count for i in ids)
 
 
+def captured_layers(config: BlockConfig, reader: ReaderConfig | None) -> tuple[int, ...]:
+    """Feature layers that training reads: the drafter's, then what else states are made from."""
+    ids = config.target_layer_ids
+    return ids if reader is None else (*ids, *layers_before(reader.state_layers, ids))
+
+
 class BlockRun(Session[BlockBatch]):
     """A block drafter, or a state reader on one, in training in a folder.
 
     Args:
-        capture: of the model, for the configuration's layers.
+        capture: of the model, for `captured_layers`.
         texts, held_out: the target's answers.
         compute: of matrix products.
         start: folder of the drafter to start from (and of its reader, if it has one).
@@ -198,7 +205,7 @@ class BlockRun(Session[BlockBatch]):
     ) -> None:
         texts, held_out = teaching(texts, held_out, recipe)
         torch.manual_seed(recipe.seed)
-        packer = BlockPacker(model, capture, recipe.length)
+        packer = BlockPacker(capture, recipe.length)
         steps = BlockSteps(
             model,
             _net(model, config, start, compute),
@@ -207,6 +214,7 @@ class BlockRun(Session[BlockBatch]):
             recipe,
             shares=shares_for(config) if reader is None else READER_SHARES,
             reader=None if reader is None else _reader(model, reader, start),
+            captured=captured_layers(config, reader),
             joint=joint,
             team=team,
         )

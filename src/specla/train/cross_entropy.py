@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy of a large vocabulary, a slice of rows at a time: the logits of a batch, their
-probabilities and their gradients never exist at once."""
+"""Cross-entropy of a large vocabulary, a slice of rows or a step at a time: the logits of a batch,
+their probabilities and their gradients never exist at once."""
 
 from __future__ import annotations
 
@@ -41,6 +41,41 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad, grad_head * grad, None, None, None
+
+
+class _LawEntropy(torch.autograd.Function):
+    """Gradients are made on the way forward, one step's at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, laws: Tensor, weights: Tensor) -> Tensor:
+        low = head.to(hidden.dtype)
+        grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
+        total = weights.new_zeros(())
+        for s, x in enumerate(hidden):
+            found = torch.log_softmax(x @ low.T, dim=-1, dtype=laws.dtype)
+            total -= ((found * laws).sum(-1) * weights[s]).sum()
+            # d loss / d logits = softmax - law, as a law's sum is 1
+            slope = found.exp_().sub_(laws).mul_(weights[s, :, None]).to(x.dtype)
+            torch.mm(slope, low, out=grad_hidden[s])
+            grad_head += slope.T @ x
+        ctx.save_for_backward(grad_hidden, grad_head)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        return grad_hidden * grad, grad_head * grad, None, None
+
+
+def law_entropy(hidden: Tensor, head: Tensor, laws: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum of cross-entropies against laws, of several steps with the same lessons.
+
+    Args:
+        hidden: [steps, N, D], in the dtype of matrix products.
+        head: [vocab, D] parameters, at least as wide.
+        laws: [N, vocab] probabilities. weights: [steps, N], in their dtype, that of the result.
+    """
+    return cast(Tensor, _LawEntropy.apply(hidden, head, laws, weights))  # type: ignore[no-untyped-call]
 
 
 def cross_entropy(

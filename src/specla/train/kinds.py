@@ -22,6 +22,7 @@ from specla.train.block_run import (
     BlockSizes,
     ReaderSizes,
     block_config_for,
+    captured_layers,
     start_config,
     start_reader_config,
 )
@@ -159,6 +160,7 @@ class _Reader(_Block):
         assert self._start is not None
         sizes = ReaderSizes(**_of(ReaderSizes, own))
         self._reader = start_reader_config(self._start, model, sizes)
+        self.feature_layers = captured_layers(self._config, self._reader)
 
     def _reading(self) -> dict[str, Any]:
         return {"reader": self._reader, "joint": self._joint}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specla.train.batches import Batch, Packer
 from specla.train.capture import Text
+from specla.train.cross_entropy import law_entropy
 from specla.train.eagle import EagleNet
 from specla.train.steps import Figures, Lesson, Schedule, Steps
 from specla.train.team import ALONE, Team
@@ -44,15 +45,13 @@ class Recipe(Schedule):
 
 def loss_of(net: EagleNet, batch: Batch, steps: int) -> Tensor:
     """The loss of one batch; see the module."""
-    documents = batch.documents.max() + 1
     valid = valid_steps(batch.pairs.segments, steps).flatten(1)[:, batch.at] & batch.known
-    total = batch.laws.new_zeros(())
-    for s, y in enumerate(net.unroll(batch.pairs, steps)):
-        here = valid[s]
-        logits = net.logits(y.flatten(0, 1)[batch.at[here]]).float()
-        entropy = -(batch.laws[here] * torch.log_softmax(logits, dim=-1)).sum(-1)
-        total = total + DECAY**s * (entropy * batch.weights[here]).sum()
-    return total / documents
+    outputs = net.unroll(batch.pairs, steps)
+    y = torch.stack([y.flatten(0, 1).index_select(0, batch.at) for y in outputs])
+    decays = DECAY ** torch.arange(steps, device=y.device)
+    weights = torch.where(valid, batch.weights, 0) * decays[:, None]
+    hidden = net.norm(y).to(net.compute)
+    return law_entropy(hidden, net.lm_head.weight, batch.laws, weights) / batch.num_documents
 
 
 @torch.no_grad()
@@ -112,7 +111,7 @@ class Trainer(Steps[Batch]):
     def loss(self, batch: Batch) -> Lesson:
         """See the module; a document weighs 1."""
         loss = loss_of(self.net, batch, self.recipe.unroll)
-        return Lesson(loss, batch.documents.max() + 1, len(batch.at))
+        return Lesson(loss, torch.tensor(batch.num_documents), len(batch.at))
 
     def figures(self, batches: Sequence[Batch]) -> Figures:
         """Held-out acceptance over some batches."""

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's recurrent states at chosen places of a text: what a state reader learns from."""
+"""The target's recurrent states at chosen places of texts: what a state reader learns from.
+
+A layer's state depends on that layer's inputs alone, which are a feature: the outputs of the layer
+before. So its recurrence is run again over a whole batch of packed texts, and the target is not.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,58 @@ import torch
 from torch import Tensor
 
 from specla.models.base import TargetModel
-from specla.state import State
+from specla.ops.gdn.reference import per_value_head
+from specla.train.block_batches import BlockBatch
+from specla.train.delta_rule import Scan, scan
+from specla.train.gdn import pack_masks
+
+CHUNK = 64
+
+
+def layers_before(layers: Sequence[int], captured: Sequence[int]) -> tuple[int, ...]:
+    """Feature layers that the states of `layers` need besides those captured anyway."""
+    return tuple(i - 1 for i in layers if i > 0 and i - 1 not in captured)
 
 
 class States:
-    """Runs a target over texts, stopping at places. layers: whose states are wanted."""
+    """Of one target. layers: whose states are wanted. captured: the batches' feature layers, with
+    the one before each of `layers` among them."""
 
-    def __init__(self, model: TargetModel, layers: Sequence[int]) -> None:
-        self._model, self._layers = model, tuple(layers)
-        self._state = State(
-            model.info.recurrent, num_slots=1, max_nodes=1, dtype=model.dtype, device=model.device
-        )
-        self._slot = self._state.acquire()
+    def __init__(self, model: TargetModel, layers: Sequence[int], captured: Sequence[int]) -> None:
+        assert not layers_before(layers, captured)
+        self._model, self._layers, self._captured = model, tuple(layers), tuple(captured)
 
     @torch.no_grad()
-    def __call__(self, tokens: Sequence[int], places: Sequence[int]) -> list[Tensor]:
-        """Per layer [n, G, V, K]: the state after tokens[:place], for each of n ascending
-        places. A place can be that of an anchor: the anchor itself is not in its state."""
-        self._state.reset(self._slot)
-        found = list[list[Tensor]]()
-        at = 0
-        for place in places:
-            if place > at:
-                self._model.prefill(tokens[at:place], self._slot, self._state)
-                at = place
-            found.append([self._state.layers[i].S[self._slot].clone() for i in self._layers])
-        return [torch.stack(layer) for layer in zip(*found, strict=True)]
+    def __call__(self, batch: BlockBatch, places: Tensor) -> list[Tensor]:
+        """Per layer [A, G, V, K] float32: the states before the places [A], on the batch's device,
+        of rows laid end to end. A place can be that of an anchor: it is not in its state."""
+        shape = self._model.info.recurrent
+        packing = pack_masks(batch.segments, shape.conv_width, CHUNK)
+        found = list[Tensor]()
+        for layer in self._layers:
+            x = self._inputs(batch, layer)
+            given = self._model.recurrence_inputs(layer, x, packing.taps.flatten(0, 1))
+            k = per_value_head(given.k, shape.num_value_heads)
+            k, v, g, beta = (
+                x.unflatten(0, batch.tokens.shape) for x in (k, given.v, given.g, given.beta)
+            )
+            found.append(_before(scan(k, v, g, beta, packing.chunk), batch, places))
+        return found
+
+    def _inputs(self, batch: BlockBatch, layer: int) -> Tensor:
+        """[B * T, D]."""
+        if layer == 0:
+            return self._model.embeddings[batch.tokens.flatten().clamp(min=0)]
+        at, width = self._captured.index(layer - 1), self._model.info.hidden_size
+        return batch.features[..., at * width : (at + 1) * width].flatten(0, 1)
+
+
+def _before(states: Scan, batch: BlockBatch, places: Tensor) -> Tensor:
+    """The states after the tokens before the places, empty at the start of a document."""
+    length, chunk = batch.tokens.shape[1], states.decay.shape[-1]
+    row, t = places // length, (places % length - 1).clamp(min=0)
+    c, i = t // chunk, t % chunk
+    k = states.keys[row, :, c] * states.decay[row, :, c, i, :, None]
+    S = states.writes[row, :, c].mT @ k
+    S += states.states[row, :, c].mT * states.from_start[row, :, c, i, None, None]
+    return S * (batch.positions.flatten()[places] > 0)[:, None, None, None]
