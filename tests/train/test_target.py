@@ -221,6 +221,9 @@ def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(
             self.step, self.seconds, self.look_seconds, self.folder = 3, 0.3, 0.1, folder
             return self
 
+        def lengthen(self, steps: int) -> None:
+            assert steps > self.step
+
         def __call__(self, **_: object) -> SimpleNamespace:
             (self.folder / "checkpoint").mkdir(exist_ok=True)
             (self.folder / "checkpoint/config.json").write_text("{}")

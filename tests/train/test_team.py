@@ -83,7 +83,7 @@ def watched(make: Make, team: Team, steps: int = 2) -> Seen:
             gradients.extend(g.clone() for g in found if g is not None)
 
     trainer.optimizers[0].register_step_pre_hook(look)
-    losses = [trainer.train_step() for _ in range(steps)]
+    losses = [float(trainer.train_step()) for _ in range(steps)]
     weights = {name: p.clone() for name, p in trainer._net.state_dict().items()}
     return Seen(losses, gradients, weights, (trainer.step, trainer.used, trainer.tokens))
 
@@ -190,17 +190,19 @@ def test_a_team_goes_on_as_if_it_had_not_stopped(
 
     def stopped(team: Team) -> list[float]:
         first = make(team)
-        losses = [first.train_step() for _ in range(2)]
+        losses = [float(first.train_step()) for _ in range(2)]
         team.of_main(lambda: first.save(tmp_path))
         second = make(team)
         assert second.restore(tmp_path)
-        return losses + [second.train_step() for _ in range(2)]
+        return losses + [float(second.train_step()) for _ in range(2)]
 
     straight = together(2, lambda team: watched(make, team, 4).losses)
     assert together(2, stopped) == straight
     alone = make(ALONE)
     assert alone.restore(tmp_path)
-    assert [alone.train_step() for _ in range(2)] == pytest.approx(straight[0][2:], rel=1e-5)
+    assert [float(alone.train_step()) for _ in range(2)] == pytest.approx(
+        straight[0][2:], rel=1e-5
+    )
 
 
 def test_a_folder_that_not_all_see_is_refused(

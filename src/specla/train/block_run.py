@@ -141,16 +141,20 @@ def feature_layers(count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (last - 1) / (FEATURES - 1)) for i in range(FEATURES))
 
 
-def reader_config_for(model: TargetModel, sizes: ReaderSizes) -> ReaderConfig:
-    """Sizes for a target: the states of its middle and its last layer, a bottleneck of a quarter
-    of its width.
+def reader_config_for(
+    model: TargetModel, sizes: ReaderSizes, feature_layers: Sequence[int]
+) -> ReaderConfig:
+    """Sizes for a target: the states of the layers above the drafter's middle and its last
+    feature, whose inputs training captures anyway, a bottleneck of a quarter of its width.
 
     Raises:
         ConfigError: a size that the target does not allow.
     """
     shape, width = model.info.recurrent, model.info.hidden_size
     count = shape.num_layers
-    layers = sizes.state_layers or tuple(sorted({max(count // 2 - 1, 0), count - 1}))
+    ids = sorted(feature_layers)
+    above = {min(i + 1, count - 1) for i in (ids[len(ids) // 2], ids[-1])}
+    layers = sizes.state_layers or tuple(sorted(above))
     if not _ids_below(layers, count):
         raise ConfigError(f"state layers must be different ids below {count}, got {sizes}")
     return ReaderConfig(
@@ -234,14 +238,16 @@ def start_config(folder: Path, model: TargetModel, tokenizer_hash: str | None) -
     return config
 
 
-def start_reader_config(folder: Path, model: TargetModel, sizes: ReaderSizes) -> ReaderConfig:
+def start_reader_config(
+    folder: Path, model: TargetModel, sizes: ReaderSizes, feature_layers: Sequence[int]
+) -> ReaderConfig:
     """The config of the reader that lies with a drafter, else one of these sizes.
 
     Raises:
         ConfigError: it has a reader of another target.
     """
     if not has_reader(folder):
-        return reader_config_for(model, sizes)
+        return reader_config_for(model, sizes, feature_layers)
     if sizes != ReaderSizes():
         raise ConfigError(
             f"a reader goes on with the sizes it has in {folder / READER}, got {sizes}; "

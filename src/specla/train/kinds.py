@@ -159,7 +159,8 @@ class _Reader(_Block):
         self._joint = bool(own.get("joint", False))
         assert self._start is not None
         sizes = ReaderSizes(**_of(ReaderSizes, own))
-        self._reader = start_reader_config(self._start, model, sizes)
+        ids = self._config.target_layer_ids
+        self._reader = start_reader_config(self._start, model, sizes, ids)
         self.feature_layers = captured_layers(self._config, self._reader)
 
     def _reading(self) -> dict[str, Any]:

@@ -35,6 +35,8 @@ ENDLESS = 1_000_000
 """Steps of a run whose speed is not known yet."""
 LOOKS = 8
 """Of a run at its held-out texts: at the start, six times on the way, at the end."""
+HELD_OUT = 96
+"""Texts that a run is looked at with, at most."""
 SLICE = 512
 """Prompts between two looks at the clock."""
 
@@ -252,19 +254,17 @@ def _train(
     rest, held = held_apart(texts)
     compute = compute_for(model)
 
-    def session(steps: int) -> Session[Any]:
-        kind = kind_of(entry.kind, model, tokenizer_hash, {**entry.schedule, "steps": steps}, own)
-        return kind.run(folder, features(kind.feature_layers), rest, held, compute)
+    kind = kind_of(entry.kind, model, tokenizer_hash, {**entry.schedule, "steps": ENDLESS}, own)
+    run = kind.run(folder, features(kind.feature_layers), rest, held[:HELD_OUT], compute)
 
     def left() -> float:
         return began + seconds - time.monotonic()
 
-    first = session(ENDLESS)
-    first(every=ENDLESS, minutes=min(probe, left() / 3) / 60, tick=None, note=note)
-    total = first.step + affordable(first, left())
-    del first
-    run = session(total)
-    figures = run(every=max(total // (LOOKS - 2), 1), minutes=left() / 60, tick=tick, note=note)
+    run(every=ENDLESS, minutes=min(probe, left() / 3) / 60, tick=None, note=note, saves=False)
+    total = run.step + affordable(run, left())
+    run.lengthen(total)
+    every = max(total // (LOOKS - 2), 1)
+    figures = run(every=every, minutes=left() / 60, tick=tick, note=note, saves=False)
     return Trained(
         name=entry.name,
         kind=entry.kind,

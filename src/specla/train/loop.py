@@ -57,25 +57,24 @@ def loss_of(net: EagleNet, batch: Batch, steps: int) -> Tensor:
 @torch.no_grad()
 def figures(net: EagleNet, batches: Sequence[Batch], steps: int) -> Figures:
     """Held-out acceptance over some batches."""
-    first, top, counts = (torch.zeros(steps) for _ in range(3))
-    accepted, places = 0.0, 0
+    sums, accepted = torch.zeros(3, steps), 0.0
     for batch in batches:
-        valid = valid_steps(batch.pairs.segments, steps).flatten(1)[:, batch.at].cpu()
-        hits = torch.zeros(steps, len(batch.at), dtype=torch.bool)
-        for s, y in enumerate(net.unroll(batch.pairs, steps)):
-            guesses = net.d2t[net.logits(y.flatten(0, 1)[batch.at]).topk(TOP, dim=-1).indices]
-            right = (guesses == batch.tokens[:, None]).cpu()
-            hits[s] = right[:, 0] & valid[s]
-            first[s] += hits[s].sum()
-            top[s] += (right.any(-1) & valid[s]).sum()
-            counts[s] += valid[s].sum()
-        accepted += float(_chains(hits, batch.documents.cpu()).sum())
-        places += len(batch.at)
-    counts.clamp_(min=1)
+        valid = valid_steps(batch.pairs.segments, steps).flatten(1)[:, batch.at]
+        right = torch.stack(
+            [
+                net.d2t[net.logits(y.flatten(0, 1)[batch.at]).topk(TOP, dim=-1).indices]
+                == batch.tokens[:, None]
+                for y in net.unroll(batch.pairs, steps)
+            ]
+        )
+        hits, found = right[..., 0] & valid, right.any(-1) & valid
+        accepted += float(_chains(hits, batch.documents).sum())
+        sums += torch.stack([hits, found, valid]).sum(-1).cpu()
+    first, top = (x / sums[2].clamp(min=1) for x in sums[:2])
     return Figures(
-        first=tuple((first / counts).tolist()),
-        top=tuple((top / counts).tolist()),
-        tau=1 + accepted / max(places, 1),
+        first=tuple(first.tolist()),
+        top=tuple(top.tolist()),
+        tau=1 + accepted / max(sum(len(batch.at) for batch in batches), 1),
     )
 
 
@@ -83,10 +82,10 @@ def _chains(hits: Tensor, documents: Tensor) -> Tensor:
     """[n] drafts accepted by a chain that starts at each place: hits [steps, n], step s of the
     chain from place i being at place i + s of the same document."""
     steps, count = hits.shape
-    alive = torch.ones(count, dtype=torch.bool)
-    total = torch.zeros(count)
+    alive = hits.new_ones(count)
+    total = torch.zeros(count, device=hits.device)
     for s in range(min(steps, count)):
-        later = torch.zeros(count, dtype=torch.bool)
+        later = hits.new_zeros(count)
         same = documents[s:] == documents[: count - s]
         later[: count - s] = hits[s, s:] & same
         alive = alive & later

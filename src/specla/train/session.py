@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run in a folder: steps, with figures on held-out texts between them.
 
-trainer.safetensors is what it goes on from, log.csv has the figures, checkpoint/ is the drafter
+trainer.safetensors is what it goes on from (it has every weight three times over, so it is not
+written at every look), log.csv has the figures, checkpoint/ is the drafter
 with the best held-out tau so far. In a team, the main process looks and writes.
 """
 
@@ -10,10 +11,12 @@ from __future__ import annotations
 import csv
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic
 
 import torch
+from torch import Tensor
 
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
@@ -23,6 +26,8 @@ from specla.train.steps import B, Figures, Pack, Schedule, Steps
 
 Tick = Callable[[str, int, int], None]
 CHECKPOINT, LOG = "checkpoint", "log.csv"
+SAVE_SECONDS = 60.0
+"""Between two times that a run writes what it goes on from; it does so at its end as well."""
 HOLD_OUT = 50
 """Every so many answers one is kept for the figures, where there are no held-out prompts."""
 
@@ -38,6 +43,7 @@ class Session(Generic[B]):
     def __init__(self, folder: Path, trainer: Steps[B], held_out: Sequence[B]) -> None:
         self.folder, self._steps, self._held_out = folder, trainer, held_out
         self.resumed = trainer.restore(folder)
+        self._looked: tuple[int, Figures] | None = None
         self.look_seconds = 0.0
         """Of the last look."""
         if (step := trainer.team.of_main(lambda: trainer.step)) != trainer.step:
@@ -47,21 +53,30 @@ class Session(Generic[B]):
             )
         # Before anything is written there.
         trainer.team.wait()
+        if self.resumed and trainer.team.main:
+            _forget_after(trainer.step, folder / LOG)
 
     def __call__(
-        self, *, every: int, minutes: float, tick: Tick | None = None, note: Callable[[str], None]
+        self,
+        *,
+        every: int,
+        minutes: float,
+        tick: Tick | None = None,
+        note: Callable[[str], None],
+        saves: bool = True,
     ) -> Figures:
         """Train to the end of the schedule, or for `minutes`; held-out figures and a checkpoint
-        every so many steps and at the end, so that both are of the last step.
+        every so many steps and at the end, so that both are of the last step. saves: whether it
+        can be gone on with by another process.
 
         Raises:
             ConfigError: `every` is not above 0.
         """
         if every < 1:
             raise ConfigError(f"steps between figures (every) must be above 0, got {every}")
-        trainer, began, losses = self._steps, time.monotonic(), list[float]()
-        last = trainer.schedule.steps
-        found = self.look(float("nan"), note)
+        trainer, began, losses = self._steps, time.monotonic(), list[Tensor]()
+        last, saved = trainer.schedule.steps, began
+        found = self.look([], note)
 
         def in_time() -> bool:
             return time.monotonic() - began < 60 * minutes
@@ -71,10 +86,19 @@ class Session(Generic[B]):
             if tick is not None:
                 tick(f"training (tau {found.tau:.2f})", trainer.step, last)
             if trainer.step % every == 0:
-                found, losses = self.look(sum(losses) / len(losses), note), []
+                found, losses = self.look(losses, note), []
+                if saves and trainer.team.main and time.monotonic() - saved > SAVE_SECONDS:
+                    trainer.save(self.folder)
+                    saved = time.monotonic()
         if losses:
-            found = self.look(sum(losses) / len(losses), note)
+            found = self.look(losses, note)
+        if saves:
+            trainer.team.of_main(lambda: trainer.save(self.folder))
         return found
+
+    def lengthen(self, steps: int) -> None:
+        """To so many steps in all: the rate falls accordingly from here on."""
+        self._steps.schedule = replace(self._steps.schedule, steps=steps)
 
     @property
     def step(self) -> int:
@@ -86,12 +110,16 @@ class Session(Generic[B]):
         """What they took, looks aside."""
         return self._steps.seconds
 
-    def look(self, loss: float, note: Callable[[str], None]) -> Figures:
-        """Held-out figures; keeps the drafter if it is the best so far."""
-        began = time.monotonic()
-        found = self._steps.team.of_main(lambda: self._look(loss, note))
-        self.look_seconds = time.monotonic() - began
-        return found
+    def look(self, losses: Sequence[Tensor], note: Callable[[str], None]) -> Figures:
+        """Held-out figures after steps with these losses; keeps the drafter if it is the best so
+        far. Without a step since the last look they are known."""
+        if self._looked is None or self._looked[0] != self.step:
+            loss = self._steps.mean(losses) if losses else float("nan")
+            began = time.monotonic()
+            found = self._steps.team.of_main(lambda: self._look(loss, note))
+            self.look_seconds = time.monotonic() - began
+            self._looked = self.step, found
+        return self._looked[1]
 
     def _look(self, loss: float, note: Callable[[str], None]) -> Figures:
         trainer = self._steps
@@ -99,7 +127,6 @@ class Session(Generic[B]):
         if found.tau > trainer.best:
             trainer.best = found.tau
             trainer.keep(self.folder / CHECKPOINT)
-        trainer.save(self.folder)
         row = {
             "step": trainer.step,
             "tokens": trainer.tokens,
@@ -154,6 +181,14 @@ def all_batches(pack: Pack[B], texts: Sequence[Text], schedule: Schedule) -> lis
         batches.append(pack([[left[i] for i in row] for row in rows]))
         left = left[sum(map(len, rows)) :]
     return batches
+
+
+def _forget_after(step: int, path: Path) -> None:
+    """Drop the rows of steps that will be done again."""
+    if path.exists():
+        head, *rows = path.read_text().splitlines(keepends=True)
+        kept = [row for row in rows if int(row.split(",")[0]) <= step]
+        path.write_text("".join([head, *kept]))
 
 
 def _append(path: Path, row: dict[str, float]) -> None:

@@ -153,8 +153,8 @@ class Steps(ABC, Generic[B]):
         self.used += sum(map(len, rows))
         return self._pack([[drawn[i] for i in row] for row in self.team.share(rows)])
 
-    def train_step(self) -> float:
-        """One optimiser step of the team; the loss before it."""
+    def train_step(self) -> Tensor:
+        """One optimiser step of the team; the loss before it, which nothing has waited for."""
         began, team = time.perf_counter(), self.team
         found = self.loss(self.next_batch())
         # Alone: times 1.0.
@@ -166,9 +166,16 @@ class Steps(ABC, Generic[B]):
         step_all(self.optimizers, rate(self.step / s.steps, self.step, s.warmup, floor=0.02))
         self.step += 1
         self.tokens += int(team.total(torch.tensor(found.lessons)))
-        before = float(team.total(loss.detach()))
+        before = team.total(loss.detach())
         self.seconds += time.perf_counter() - began
         return before
+
+    def mean(self, losses: Sequence[Tensor]) -> float:
+        """Of steps, whose time is over when it is known."""
+        began = time.perf_counter()
+        found = float(torch.stack(list(losses)).mean())
+        self.seconds += time.perf_counter() - began
+        return found
 
     def save(self, folder: Path) -> None:
         """All that `restore` needs, replaced in one rename."""
