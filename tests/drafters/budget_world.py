@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,19 +62,20 @@ def play(
     max_nodes: int = 16,
     drafts: int = 0,
     seed: int = 0,
-    calls: bool = True,
+    confidence: float | None = None,
 ) -> Played:
-    """Chains as long as asked for. Without a budget: `drafts` of them, always."""
+    """Chains as long as asked for. Without a budget: `drafts` of them, always. confidence: that
+    the drafter has in every one."""
     rng, step = random.Random(seed), costs.round_us(rows, 1)
     played = Played(0.0, 0.0, [])
     for i in range(rounds):
         slots = range(1, rows + 1)
-        asked = [_row(slot, max_nodes) for slot in slots]
+        asked = [_row(slot, max_nodes, i) for slot in slots]
         if budget is None:
             sizes = [drafts] * rows
         else:
             sizes = [row.max_drafts for row in budget.ask(asked)]
-        trees = [DraftTree.chain(1, range(2, 2 + size)) for size in sizes]
+        trees = [_chain(size, confidence) for size in sizes]
         drafted = any(sizes)
         us = (costs.draft or 0.0) if drafted else 0.0
         decision = None
@@ -89,14 +91,25 @@ def play(
     return played
 
 
+def _chain(drafts: int, confidence: float | None) -> DraftTree:
+    logprobs = None if confidence is None else [math.log(confidence)] * drafts
+    return DraftTree.chain(1, range(2, 2 + drafts), logprobs)
+
+
 def _nodes(trees: Sequence[DraftTree], costs: Stairs) -> int:
     if costs.padded:
         return max(tree.num_nodes for tree in trees)
     return -(-sum(tree.num_nodes for tree in trees) // len(trees))
 
 
-def _row(slot: int, max_nodes: int) -> DraftRow:
-    return DraftRow(slot=slot, tokens=(1,), num_prompt_tokens=1, max_drafts=max_nodes - 1, seed=0)
+def _row(slot: int, max_nodes: int, output: int) -> DraftRow:
+    return DraftRow(
+        slot=slot,
+        tokens=(1,) * (1 + output),
+        num_prompt_tokens=1,
+        max_drafts=max_nodes - 1,
+        seed=0,
+    )
 
 
 def _judge(slot: int, tree: DraftTree, law: Law, i: int, rng: random.Random) -> Observation:

@@ -4,11 +4,13 @@ decoding, and nearly as fast as the best fixed policy."""
 
 from __future__ import annotations
 
+from statistics import mean
+
 import pytest
-from budget_world import Stairs, play
+from budget_world import Played, Stairs, play
 
 from specla.drafters.base import DraftRow, Observation
-from specla.drafters.budget import ALLOWANCE, START_CREDIT, Budget
+from specla.drafters.budget import ALLOWANCE, MOST_CREDIT, START_CREDIT, Account, Budget
 from specla.topology.tree import DraftTree
 
 MAX_NODES = 16
@@ -26,12 +28,18 @@ def ideal(costs: Stairs, rows: int, p: float, nodes: int) -> float:
     return tokens * costs.round_us(rows, 1) / us
 
 
-def compare(costs: Stairs, rows: int, p: float) -> None:
+def compare(costs: Stairs, rows: int, p: float, seeds: int = 1) -> None:
+    """Never slower than that, and close to the best on average: early luck decides how soon."""
     rounds, most = SIZES[rows]
-    budget = Budget("x", most, costs)
-    played = play(budget, costs, lambda i, d: p, rows=rows, rounds=rounds, max_nodes=most)
-    assert played.speed >= 0.97
-    assert played.speed >= 0.95 * max(ideal(costs, rows, p, n) for n in range(1, most + 1))
+    speeds = list[float]()
+    for seed in range(seeds):
+        budget = Budget("x", most, costs)
+        played = play(
+            budget, costs, lambda i, d: p, rows=rows, rounds=rounds, max_nodes=most, seed=seed
+        )
+        speeds.append(played.speed)
+    assert min(speeds) >= 0.97
+    assert mean(speeds) >= 0.95 * max(ideal(costs, rows, p, n) for n in range(1, most + 1))
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -44,7 +52,7 @@ def test_close_to_the_best_fixed_policy(p: float, rows: int) -> None:
 @pytest.mark.parametrize("costs", [DEAR, RAGGED], ids=["dear", "ragged"])
 @pytest.mark.parametrize(("rows", "p"), [(1, 0.0), (1, 0.6), (8, 0.5), (8, 0.9), (64, 0.8)])
 def test_in_other_worlds_too(costs: Stairs, rows: int, p: float) -> None:
-    compare(costs, rows, p)
+    compare(costs, rows, p, seeds=3)
 
 
 def test_acceptance_that_falls_with_depth() -> None:
@@ -97,6 +105,93 @@ def test_an_estimate_that_is_wrong_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
     assert budget.account.switches > 2
 
 
+# ---- prompts, one after another
+
+TEXT = 50  # rounds
+# A call costs a quarter of a step, as an EAGLE drafter's does on a CPU.
+CALLS = Stairs(fixed=22, each=1, draft=5, padded=False)
+
+
+def text(budget: Budget, p: float, seed: int = 0, rows: int = 1) -> Played:
+    """The next prompt's answer. The drafter is surer where it is better, but too sure."""
+    return play(
+        budget, CALLS, lambda i, d: p, rows=rows, rounds=TEXT, seed=seed,
+        confidence=0.95 if p > 0.5 else 0.6,
+    )  # fmt: skip
+
+
+def best_speed(p: float) -> float:
+    return max(ideal(CALLS, 1, p, n) for n in range(1, MAX_NODES + 1))
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_first_text_that_does_not_pay_loses_little(rows: int) -> None:
+    """No more than the credit and what was earned, less half a look."""
+    for seed in range(4):
+        played = text(Budget("x", MAX_NODES, CALLS), 0.0, seed, rows)
+        assert played.steps - played.tokens <= START_CREDIT + ALLOWANCE * TEXT
+
+
+def test_a_first_text_that_pays_is_drafted_for_at_once() -> None:
+    speeds = [text(Budget("x", MAX_NODES, CALLS), 0.9, seed).speed for seed in range(4)]
+    assert mean(speeds) >= 0.88 * best_speed(0.9)
+
+
+def test_texts_that_pay_and_that_do_not_in_turns() -> None:
+    """What a good text gains pays for looks at the next one, not for half of a bad one."""
+    budget, good, bad = Budget("x", MAX_NODES, CALLS), list[Played](), list[Played]()
+    for i in range(20):
+        good.append(text(budget, 0.9, seed=i))
+        bad.append(text(budget, 0.0, seed=i))
+    assert sum(t.tokens for t in bad) >= 0.95 * sum(t.steps for t in bad)
+    assert sum(t.tokens for t in good) >= 0.85 * best_speed(0.9) * sum(t.steps for t in good)
+
+
+def test_a_fresh_prompt_is_looked_at() -> None:
+    """Whatever became of those before, as soon as a look is earned."""
+    budget = Budget("x", MAX_NODES, CALLS)
+    for i in range(8):
+        text(budget, 0.0, seed=i)
+    assert not budget.account.on
+    played = text(budget, 0.9, seed=1)
+    assert next(i for i, nodes in enumerate(played.nodes) if nodes > 1) <= 20
+    assert budget.account.on
+    text(budget, 0.0, seed=2)
+    assert not budget.account.on
+    assert text(budget, 0.9, seed=3).nodes[0] > 1
+
+
+def test_a_spell_loses_half_and_a_fresh_prompt_one_step() -> None:
+    account = Account()
+    account.book(100.0)
+    assert account.credit == MOST_CREDIT
+    account.book(-MOST_CREDIT / 2 + 0.1)
+    assert not account.is_lost
+    account.stake(1.0)
+    account.book(-0.1)
+    assert account.is_lost
+    account.switch()
+    account.look = 2.0
+    assert account.may_look
+    account.book(-2.0)
+    assert account.credit == pytest.approx(MOST_CREDIT / 2 - 2 + ALLOWANCE)
+    assert (account.pause(8), account.pause(1000)) == (8, pytest.approx(2 / ALLOWANCE))
+
+
+def test_one_fresh_row_of_many_changes_little() -> None:
+    """It is a small part of what a round costs and of what it brings."""
+    budget = Budget("x", MAX_NODES, CALLS)
+    play(budget, CALLS, lambda i, d: 0.0, rows=16, rounds=TEXT)
+    budget.account.credit = MOST_CREDIT
+    # The next look; the pause after it is longer than one round.
+    while play(budget, CALLS, lambda i, d: 0.0, rows=16, rounds=1).nodes == [1]:
+        pass
+    assert not budget.account.on
+    old = [row(slot=slot, output=9) for slot in range(2, 17)]
+    assert not any(one.max_drafts for one in budget.ask([row(), *old]))
+    assert all(one.max_drafts for one in budget.ask([row(slot=s) for s in range(1, 17)]))
+
+
 def test_looking_is_bounded_and_goes_on() -> None:
     budget = Budget("x", MAX_NODES, LIGHT)
     play(budget, LIGHT, lambda i, d: 0.0, rows=1, rounds=100)
@@ -117,8 +212,10 @@ def test_a_drafter_that_costs_many_steps_is_looked_at_too() -> None:
     assert good.tokens / good.steps > 2
 
 
-def row(max_drafts: int = 15, slot: int = 1) -> DraftRow:
-    return DraftRow(slot=slot, tokens=(1,), num_prompt_tokens=1, max_drafts=max_drafts, seed=0)
+def row(max_drafts: int = 15, slot: int = 1, output: int = 0) -> DraftRow:
+    return DraftRow(
+        slot=slot, tokens=(1,) * (1 + output), num_prompt_tokens=1, max_drafts=max_drafts, seed=0
+    )
 
 
 def test_a_row_is_never_asked_for_more_than_it_can_use() -> None:

@@ -6,12 +6,13 @@
     observe  after acceptance: what became of them
 
 Drafting is switched off where it does not pay, and looked at again from time to time. What that
-may cost is kept in two accounts of AR steps, into which every round pays the tokens that it
-emitted per row and from which it takes what it cost. While drafting is on, it goes on as long as
-there is `credit`. While it is off every round earns `ALLOWANCE`, and looking spends no more than
-that: in the long run at most this share of the time can be lost, whatever the text does and
-however wrong the estimates are. Gains are kept up to a limit only, so that a long good spell does
-not pay for a long bad one.
+may cost is kept in an account of AR steps, into which every round pays the tokens that it emitted
+per row and from which it takes what it cost. A spell of drafting may lose half of what it had at
+best; at a fresh prompt, of which nothing is known yet, no more than `STAKE` from there on. A look
+must be in the account before it is taken, and rounds without drafts earn `ALLOWANCE` each: in the
+long run at most this share of the time can be lost, whatever the text does and however wrong the
+estimates are. Gains are kept up to a limit only, so that a long good spell does not pay for a long
+bad one. What was learned, account included, is the engine's and outlives requests.
 
 Losslessness: every decision is made from earlier rounds and from this round's proposals, before
 the target has seen them. Acceptance draws each token from the target's own law at a position,
@@ -26,21 +27,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specla.drafters.base import DraftRow, Observation
-from specla.drafters.choose import Choice, RoundCosts, best, break_even, kept, most_probable
+from specla.drafters.choose import (
+    Choice,
+    RoundCosts,
+    best,
+    break_even,
+    kept,
+    least_acceptance,
+    most_probable,
+)
 from specla.drafters.survival import PRIORS, Prior, Survival
 from specla.topology.tree import DraftTree
 
-# The accounts, in AR steps: credit at the start, at most, and to be switched on again with; what
-# is saved for looking, at most.
-START_CREDIT, MOST_CREDIT, RESUME_CREDIT = 8.0, 16.0, 2.0
-MOST_SAVED = 2.0
+# The account, in AR steps: at the start, and what a fresh prompt may lose of it; at most.
+START_CREDIT = STAKE = 1.0
+MOST_CREDIT = 8.0
 ALLOWANCE = 0.015
-# Speed over plain decoding that a look must promise; below 1 on average drafting is switched off.
-SWITCH_ON = 1.05
-# Rounds that the average gain is taken over, and that the next call's size follows.
+# Speed over plain decoding that a look must promise. Where the last rounds are on average expected
+# to lose more than the allowance, drafting is switched off.
+SWITCH_ON, GAIN_WINDOW = 1.05, 4
+# A look is of the fewest nodes with which acceptance as low as this would break even.
+LOOK_ODDS = 0.5
+# Rounds that a call's price, and the next call's size, follow.
 WINDOW = 16
-# Rounds in a row whose proposals were all declined.
-MOST_DECLINED = 8
 # Asked for at least, and this many times what was last used.
 LEAST_ASKED, GROWTH = 4, 2
 
@@ -71,26 +80,39 @@ class Account:
 
     def __init__(self) -> None:
         self.on, self.switches = True, 0
-        self.credit, self.saved, self.look = START_CREDIT, 0.0, 0.0
+        self.credit, self.look = START_CREDIT, 0.0
+        # Where a spell of drafting ends.
+        self._floor = self.credit / 2
 
     def book(self, net: float) -> None:
         """A round emitted so much more per row than it cost."""
-        if self.on:
-            self.credit = min(MOST_CREDIT, self.credit + net)
-        elif self.credit < RESUME_CREDIT and net >= 0:
-            self.credit += ALLOWANCE + net
-        else:
-            self.saved = min(max(MOST_SAVED, self.look), self.saved + ALLOWANCE + net)
+        earned = net if self.on else net + ALLOWANCE
+        self.credit = min(max(MOST_CREDIT, self.look), self.credit + earned)
+        self._floor = max(self._floor, self.credit / 2)
+
+    def stake(self, most: float) -> None:
+        """Of the spell that there is no more than this is to be lost from here on."""
+        self._floor = max(self._floor, self.credit - most)
 
     @property
-    def may_resume(self) -> bool:
-        """Whether there is enough to switch drafting on again."""
-        return self.credit >= RESUME_CREDIT
+    def is_lost(self) -> bool:
+        """Whether the spell of drafting must end."""
+        return self.credit <= self._floor
+
+    @property
+    def may_look(self) -> bool:
+        """Whether there is enough for the next look, or to switch drafting on again."""
+        return self.credit >= self.look
+
+    def pause(self, rounds: float) -> float:
+        """Without drafts until the next look: as many, but no more than have earned it."""
+        return max(1.0, min(rounds, self.look / ALLOWANCE))
 
     def switch(self) -> None:
-        """On or off."""
+        """On or off. The first round of a spell, a look, was paid for before."""
         self.on = not self.on
         self.switches += 1
+        self._floor = 0.0
 
 
 class Budget:
@@ -116,8 +138,8 @@ class Budget:
         self.fixed, self._max_nodes, self._costs = fixed, max_nodes, costs
         self.survival = Survival(prior or PRIORS.get(drafter, Prior()))
         self.account = Account()
-        self._gain = 0.5  # decayed mean of what rounds are expected to bring, in AR steps
-        self._declined = 0
+        self._gain = 0.0  # decayed mean of what rounds are expected to bring, in AR steps
+        self._pause = self._wait = 1.0  # rounds without drafts between looks; still to come
         self._used: deque[int] = deque([max_nodes], maxlen=WINDOW)
         self._calls: dict[int, float] = {}  # microseconds of a call, by what was asked for
         self._is_warm = False
@@ -131,27 +153,54 @@ class Budget:
     def ask(self, rows: Sequence[DraftRow]) -> list[DraftRow]:
         """The rows with the most drafts that are worth asking for; none for any row: do not call
         the drafter."""
+        fresh = sum(len(row.tokens) == row.num_prompt_tokens for row in rows)
+        self._meet(fresh / len(rows))
         self._asked = self._most(len(rows))
         return [replace(row, max_drafts=min(row.max_drafts, self._asked)) for row in rows]
 
-    def rests(self, rows: int) -> bool:
-        """Whether the next round would not ask for anything."""
+    def rests(self, rows: int, fresh: int = 0) -> bool:
+        """Whether the next round would not ask for anything. fresh: rows that have no output."""
+        self._meet(fresh / rows)
         return self.fixed is None and self._most(rows) == 0
 
     def rested(self) -> None:
         """A round of plain decoding went by."""
         self.account.book(0.0)
+        self._wait -= 1
+
+    def _meet(self, share: float) -> None:
+        """So much of the batch is prompts of which nothing is known yet: what the last texts
+        came to counts for as much less, for good or bad."""
+        if not share:
+            return
+        if self.account.on:
+            self._gain *= 1 - share
+            self.account.stake(STAKE / share)
+        else:
+            self._wait *= 1 - share
+            self._pause += (1 - self._pause) * share
 
     def _most(self, rows: int) -> int:
         if self.fixed is not None:
             return self.fixed
         if self.account.on:
             return min(self._max_nodes - 1, max(LEAST_ASKED, GROWTH * max(self._used)))
-        _, nodes = self._break_even(rows)
-        step = self._costs.round_us(rows, 1)
-        price = (self._costs.round_us(rows, nodes) + self._call_us(rows, nodes)) / step - 1
+        nodes, price = self._look(rows)
         self.account.look = price
-        return nodes - 1 if self.account.saved >= price else 0
+        return nodes - 1 if self._wait <= 0 and self.account.may_look else 0
+
+    def _look(self, rows: int) -> tuple[int, float]:
+        """Nodes of the next look, and what it costs more than plain decoding, in AR steps."""
+        step, nodes = self._costs.round_us(rows, 1), 2
+        while nodes < self._max_nodes:
+            cost = (self._costs.round_us(rows, nodes) + self._call_us(rows, nodes)) / step
+            # Rounded, as every new one is searched for.
+            if least_acceptance(round(cost, 2), nodes - 1) <= LOOK_ODDS:
+                return nodes, cost - 1
+            nodes *= 2
+        _, nodes = self._break_even(rows)
+        cost = self._costs.round_us(rows, nodes) + self._call_us(rows, nodes)
+        return nodes, cost / step - 1
 
     def _call_us(self, rows: int, nodes: int) -> float:
         """Of a call for so many nodes: as measured here, then as the costs have it."""
@@ -232,7 +281,7 @@ class Budget:
             return "nothing" if called or self.account.on else "off", found
         step = self._costs.round_us(len(trees), 1)
         speed = (1 + found.expected / len(trees)) * step / (found.us + call)
-        if not self.account.on and speed >= SWITCH_ON and self.account.may_resume:
+        if not self.account.on and speed >= SWITCH_ON:
             self._switch()
         if not self.account.on:
             drafts = self._asked
@@ -265,10 +314,12 @@ class Budget:
             return
         tokens = sum(len(one.emitted) for one in seen) / len(seen)
         self.account.book(tokens - self._spent)
-        self._declined = self._declined + 1 if reason == "declined" else 0
-        self._gain += (self._expected_gain - self._gain) / WINDOW
-        lost = self.account.credit <= 0 or self._gain < 0 or self._declined >= MOST_DECLINED
-        if self.account.on and lost:
+        self._gain += (self._expected_gain - self._gain) / GAIN_WINDOW
+        if reason == "probe":
+            self._pause = self._wait = self.account.pause(2 * self._pause)
+        elif not self.account.on:
+            self._wait -= 1
+        elif self.account.is_lost or self._gain < -ALLOWANCE:
             self._switch()
 
     def reset(self, slot: int) -> None:
@@ -277,6 +328,6 @@ class Budget:
 
     def _switch(self) -> None:
         self.account.switch()
-        self._declined, self._gain = 0, 0.5
+        self._gain, self._pause, self._wait = 0.0, 1.0, 1.0
         # Whoever is switched on again starts small and grows.
         self._used.append(LEAST_ASKED)

@@ -8,8 +8,12 @@ was not drafted counted as not reached; beyond the deepest depth drafted so far 
 odds are continued. Wider trees go further, so each number of nodes has counts of its own. They
 start from, and fade to, those of all, with `WIDER` for what a width other than theirs is worth.
 
-Accounts, switches and losslessness are those of `drafters.budget`; a stretch of one node is plain
-decoding, and looking at drafts again is a short stretch of the shape that pays most easily.
+Switches and losslessness are those of `drafters.budget`; a stretch of one node is plain decoding,
+and looking at drafts again is a short stretch of the shape that pays most easily. There are two
+accounts. While drafting is on, it goes on as long as there is `credit`; while it is off every
+round earns `ALLOWANCE`, and looking spends no more than that. A spell may cost more than on the
+host, and gains pay for no looks: loading the device twice costs as much as ten rounds lose, so
+that giving up early is dear, and what is hopeless ends with the first stretch.
 """
 
 from __future__ import annotations
@@ -18,9 +22,13 @@ import math
 from collections.abc import Sequence
 
 from specla.drafters.base import Shape
-from specla.drafters.budget import ALLOWANCE, MOST_SAVED, SWITCH_ON, Account
+from specla.drafters.budget import ALLOWANCE, SWITCH_ON
 from specla.drafters.choose import RoundCosts, least_acceptance
 
+# The accounts, in AR steps: credit at the start, at most, and to be switched on again with; what
+# is saved for looking, at most.
+START_CREDIT, MOST_CREDIT, RESUME_CREDIT = 8.0, 16.0, 2.0
+MOST_SAVED = 2.0
 # Rounds between two choices, of a look, and of the first one; a look need not see more paths.
 STRETCH, LOOK, FIRST_LOOK, LOOK_PATHS = 32, 4, 8, 64
 # Rounds of rows after which a count weighs 1/e.
@@ -36,6 +44,34 @@ WIDER = 0.9
 # A new shape must promise this much more than the one there is.
 BETTER = 1.03
 PLAIN = Shape(1, 0)
+
+
+class Accounts:
+    """What may be lost by drafting, in AR steps (see the module). on: whether drafting is. look:
+    what the next look costs; so much can be saved, however dear it is."""
+
+    def __init__(self) -> None:
+        self.on, self.switches = True, 0
+        self.credit, self.saved, self.look = START_CREDIT, 0.0, 0.0
+
+    def book(self, net: float) -> None:
+        """A round emitted so much more per row than it cost."""
+        if self.on:
+            self.credit = min(MOST_CREDIT, self.credit + net)
+        elif self.credit < RESUME_CREDIT and net >= 0:
+            self.credit += ALLOWANCE + net
+        else:
+            self.saved = min(max(MOST_SAVED, self.look), self.saved + ALLOWANCE + net)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether there is enough to switch drafting on again."""
+        return self.credit >= RESUME_CREDIT
+
+    def switch(self) -> None:
+        """On or off."""
+        self.on = not self.on
+        self.switches += 1
 
 
 class _Paths:
@@ -85,7 +121,7 @@ class FreeBudget:
         fixed: Shape | None = None,
         loading: float = LOADING,
     ) -> None:
-        self.account = Account()
+        self.account = Accounts()
         self._shapes = sorted({shape for shape in shapes if shape.depth})
         self.shape = fixed or self._shapes[-1]
         self.reason, self.detail = ("fixed", f"fixed: {_named(fixed)}") if fixed else ("pays", "")

@@ -201,7 +201,7 @@ class Engine:
             if self._graphs is None:
                 return self._finish(rows, self._round(rows))
             with self.stats.phase("verify"):
-                resting = self.spending is not None and self.spending.rests(len(rows))
+                resting = self.spending is not None and self.spending.rests(rows)
                 self._graphs.resting = resting
                 free = self._graphs.is_free(rows)
                 ended = self._graphs.advance(rows) if free else self._graphs.settle()

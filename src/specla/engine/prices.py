@@ -16,7 +16,7 @@ from specla.engine.kernels import Kernels
 from specla.errors import ConfigError
 from specla.state.rounds import bucket
 
-FIXED = {"cpu": 16.0, "cuda": 90.0}
+FIXED = {"cpu": 22.0, "cuda": 90.0}
 # What launching a level of drafts takes, in plain steps: ten kernels of a chain of three hundred,
 # which wait for each other more than for memory.
 LAUNCHES = 0.016

@@ -141,9 +141,10 @@ class Spending:
                 expected=why.forecast[depth],
             )  # fmt: skip
 
-    def rests(self, rows: int) -> bool:
+    def rests(self, rows: Sequence[Running]) -> bool:
         """Whether a drafter of the host is not asked next, so that the device needs no host."""
-        return self.free is None and self.budget.rests(rows)
+        fresh = sum(len(row.tokens) == len(row.prompt) for row in rows)
+        return self.free is None and self.budget.rests(len(rows), fresh)
 
     def _rested(self, ended: Sequence[tuple[Running, Verdict]]) -> None:
         """Such a round went by; the drafter sees a round without drafts."""
