@@ -103,8 +103,8 @@ class EagleDrafter:
         )
         self._model: EagleModel | None = None
         self._started: set[int] = set()
-        # Accepted tokens and the features before them, not encoded yet, by slot.
-        self._pending: dict[int, tuple[list[int], Tensor]] = {}
+        # Accepted tokens and the features before them, in parts, not encoded yet, by slot.
+        self._pending: dict[int, tuple[list[int], list[Tensor]]] = {}
 
     def check_tokenizer(self, digest: str) -> None:
         """Refuse another tokenizer than the drafter was trained with.
@@ -176,8 +176,9 @@ class EagleDrafter:
         """Keep the accepted tokens and features until the next `draft`, or until they are many."""
         parts = features.split([len(row.emitted) for row in seen])
         for row, part in zip(seen, parts, strict=True):
-            tokens, before = self._pending.get(row.slot, ([], part[:0]))
-            self._pending[row.slot] = [*tokens, *row.emitted], torch.cat([before, part])
+            tokens, before = self._pending.setdefault(row.slot, ([], []))
+            tokens += row.emitted
+            before.append(part)
         slots = [row.slot for row in seen]
         if any(len(self._pending[slot][0]) > self._most_waiting for slot in slots):
             self._encode(slots)
@@ -198,7 +199,7 @@ class EagleDrafter:
         self._catch_up([slot for slot in slots if slot in self._pending])
         limit = self._max_tokens
         while waiting := [slot for slot in slots if slot in self._pending]:
-            given = [self._pending.pop(slot) for slot in waiting]
+            given = [self._waiting(slot) for slot in waiting]
             self._take_in(
                 waiting,
                 [tokens[:limit] for tokens, _ in given],
@@ -207,7 +208,7 @@ class EagleDrafter:
             self._started.update(waiting)
             for slot, (tokens, features) in zip(waiting, given, strict=True):
                 if len(tokens) > limit:
-                    self._pending[slot] = tokens[limit:], features[limit:]
+                    self._pending[slot] = tokens[limit:], [features[limit:]]
 
     def _catch_up(self, waiting: Sequence[int]) -> None:
         """In a prompt's form, if that is for the better: what many rounds have left while nobody
@@ -215,7 +216,12 @@ class EagleDrafter:
         longest = max((len(self._pending[slot][0]) for slot in waiting), default=0)
         if longest > self._max_tokens * max(MANY_CALLS, len(waiting)):
             for slot in waiting:
-                self.prefill(slot, *self._pending.pop(slot))
+                self.prefill(slot, *self._waiting(slot))
+
+    def _waiting(self, slot: int) -> tuple[list[int], Tensor]:
+        """What a slot has missed, which is now no longer kept here."""
+        tokens, parts = self._pending.pop(slot)
+        return tokens, torch.cat(parts)
 
     @property
     def _most_waiting(self) -> int:

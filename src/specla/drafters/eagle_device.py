@@ -139,7 +139,7 @@ class DeviceEagle(EagleDrafter):
                 path = paths[b][: lengths[b]]
                 emitted = [*(tokens[b][node] for node in path[1:]), tokens[b][0]]
                 at = [b * width + node for node in path]
-                self._pending[slot] = emitted, features.rows(at)
+                self._pending[slot] = emitted, [features.rows(at)]
 
     def _catch_up(self, waiting: Sequence[int]) -> None:
         """Nothing: `_take_in` takes many at once, on top of a log that prompts do not have."""
