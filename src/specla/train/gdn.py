@@ -81,8 +81,17 @@ def pack_masks(segments: Tensor, conv_size: int, chunk: int) -> Packing:
     return Packing(torch.stack(taps, -1), chunk_masks(segments, chunk))
 
 
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension, by one kernel; a compiler
+    is given the operations, as it fuses them with those around."""
+    if not torch.compiler.is_compiling():
+        return torch.rms_norm(x, x.shape[-1:], weight, eps)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x if weight is None else x * weight
+
+
 class RMSNorm(nn.Module):
-    """``x * rsqrt(mean(x^2) + eps) * weight``, in at least float32."""
+    """See `rms_norm`; in at least float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -91,7 +100,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class ShortConvolution(nn.Module):
@@ -116,7 +125,8 @@ def convolve(u: Tensor, weight: Tensor, taps: Tensor) -> Tensor:
 
 def l2_normalise(x: Tensor) -> Tensor:
     """Unit length along the last dimension, with fla's epsilon inside the root."""
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+    size = x.shape[-1]
+    return rms_norm(x, None, 1e-6 / size) * size**-0.5
 
 
 class Mixer(nn.Module):
