@@ -21,7 +21,7 @@ An idle row's units are asked for and waited for too, which keeps the order.
 S, the log and the row's integers are read before the wait of programmatic dependent launch, as in
 `ops.gdn.triton`.
 
-Source: as `ops.gdn.triton`; DeltaLog (arXiv 2608.15533) for decoding with a log.
+Source: as `ops.gdn.triton`; DeltaLog (arXiv 2608.15533) for decoding with a log; docs/adr/0017.
 """
 
 from __future__ import annotations
