@@ -43,6 +43,18 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_hidden * grad, grad_head * grad, None, None, None
 
 
+def law_slopes(logits: Tensor, laws: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropies [N] against laws, and their gradients [N, vocab] in the dtype of
+    the logits, in whose place they may be: softmax - law, as a law's sum is 1."""
+    if logits.is_cuda:
+        from specla.train import triton_fused
+
+        return triton_fused.law_slopes(logits, laws, weights), logits
+    found = torch.log_softmax(logits, dim=-1, dtype=laws.dtype)
+    losses = -(found * laws).sum(-1) * weights
+    return losses, found.exp_().sub_(laws).mul_(weights[:, None]).to(logits.dtype)
+
+
 class _LawEntropy(torch.autograd.Function):
     """Gradients are made on the way forward, one step's at a time."""
 
@@ -52,10 +64,8 @@ class _LawEntropy(torch.autograd.Function):
         grad_hidden, grad_head = torch.empty_like(hidden), torch.zeros_like(head)
         total = weights.new_zeros(())
         for s, x in enumerate(hidden):
-            found = torch.log_softmax(x @ low.T, dim=-1, dtype=laws.dtype)
-            total -= ((found * laws).sum(-1) * weights[s]).sum()
-            # d loss / d logits = softmax - law, as a law's sum is 1
-            slope = found.exp_().sub_(laws).mul_(weights[s, :, None]).to(x.dtype)
+            losses, slope = law_slopes(x @ low.T, laws, weights[s])
+            total += losses.sum()
             torch.mm(slope, low, out=grad_hidden[s])
             grad_head += slope.T @ x
         ctx.save_for_backward(grad_hidden, grad_head)

@@ -84,10 +84,11 @@ def pack_masks(segments: Tensor, conv_size: int, chunk: int) -> Packing:
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension, by one kernel; a compiler
     is given the operations, as it fuses them with those around."""
-    if not torch.compiler.is_compiling():
-        return torch.rms_norm(x, x.shape[-1:], weight, eps)
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return x if weight is None else x * weight
+    if torch.compiler.is_compiling():
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return x if weight is None else x * weight
+    fused: Tensor = torch.rms_norm(x, x.shape[-1:], weight, eps)
+    return fused
 
 
 class RMSNorm(nn.Module):
@@ -126,7 +127,7 @@ def convolve(u: Tensor, weight: Tensor, taps: Tensor) -> Tensor:
 def l2_normalise(x: Tensor) -> Tensor:
     """Unit length along the last dimension, with fla's epsilon inside the root."""
     size = x.shape[-1]
-    return rms_norm(x, None, 1e-6 / size) * size**-0.5
+    return rms_norm(x, None, 1e-6 / size) / math.sqrt(size)
 
 
 class Mixer(nn.Module):

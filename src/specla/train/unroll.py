@@ -16,7 +16,8 @@ explicit states in the tests.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,35 @@ def pull(x: Tensor, steps: int) -> Tensor:
     """[B, T, ...] moved earlier by `steps`."""
     moved: Tensor = F.pad(x, (0, 0) * (x.dim() - 2) + (0, steps))
     return moved[:, steps:]
+
+
+def convolution(sources: Sequence[Tensor], taps: Tensor, weight: Tensor) -> Tensor:
+    """Depthwise, then SiLU: of each of W taps, oldest first, the raw inputs [B, T, C], taps [B, T,
+    W] bool, weight [C, W] -> [B, T, C]."""
+    total = torch.zeros_like(sources[0], dtype=weight.dtype)
+    for j, source in enumerate(sources):
+        moved = push(source, len(sources) - 1 - j)
+        total = total + moved * taps[..., j : j + 1] * weight[:, j]
+    return F.silu(total)
+
+
+class _Convolution(torch.autograd.Function):
+    """`convolution` in one kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, taps: Tensor, weight: Tensor, *sources: Tensor) -> Tensor:
+        from specla.train import triton_fused
+
+        ctx.save_for_backward(taps, weight, *sources)
+        return triton_fused.convolution(sources, taps, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from specla.train import triton_fused
+
+        taps, weight, *sources = ctx.saved_tensors
+        grads, of_weight = triton_fused.convolution_gradients(sources, taps, weight, grad)
+        return None, of_weight, *grads
 
 
 class Step(NamedTuple):
@@ -73,14 +103,12 @@ class MixerUnroll:
 
     def _convolve(self, raw: Tensor) -> Tensor:
         """The window of (t, s) holds the raw inputs of (t - i, max(s - i, 0))."""
-        weight, taps, s = self._mixer.conv_weight(), self._packing.taps, len(self.steps)
-        total = torch.zeros_like(raw, dtype=weight.dtype)
-        for j in range(weight.shape[1]):
-            back = weight.shape[1] - 1 - j
-            step = max(s - back, 0)
-            source = raw if step == s else self.steps[step].raw
-            total = total + push(source, back) * taps[..., j : j + 1] * weight[:, j]
-        return F.silu(total)
+        weight, s = self._mixer.conv_weight(), len(self.steps)
+        raws = [*(step.raw for step in self.steps), raw]
+        sources = [raws[max(s - back, 0)] for back in reversed(range(weight.shape[1]))]
+        if raw.is_cuda and weight.dtype == torch.float32 and len(sources) == 4:
+            return cast(Tensor, _Convolution.apply(self._packing.taps, weight, *sources))  # type: ignore[no-untyped-call]
+        return convolution(sources, self._packing.taps, weight)
 
     def _below(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
