@@ -11,7 +11,7 @@ from specla.ops import rows
 from specla.train import triton_fused
 from specla.train.cross_entropy import law_slopes
 from specla.train.gdn import pack_masks
-from specla.train.unroll import _Convolution, convolution
+from specla.train.unroll import _Convolution, _Descent, convolution, descend
 
 DEVICE = "cuda" if not rows.INTERPRET else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -72,3 +72,24 @@ def test_the_operations_are_what_the_kernel_stands_for() -> None:
     losses, slopes = law_slopes(logits.clone(), laws, weights)
     torch.testing.assert_close(triton_fused.law_slopes(logits, laws, weights), losses)
     torch.testing.assert_close(logits, slopes, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("s", [1, 2, 3, 5])
+def test_a_descent_and_its_gradients(s: int) -> None:
+    """Key and value dims that are no powers of two, decays from slow to fast, rows of 6 pairs: at
+    step 5 most have ancestors before the row's start."""
+    size, width, values = (2, 6, 3), 12, 20
+    sizes = [values, values, width, width, values, 0, 0, *[width, values, 0] * (s - 1)]
+    inputs = [normal(i, *size, *([n] if n else [])) for i, n in enumerate(sizes)]
+    for i in (5, *range(9, len(inputs), 3)):
+        inputs[i] = -inputs[i].exp()
+    inputs = [x.requires_grad_() for x in inputs]
+    grads = [normal(90 + i, *size, values) for i in range(2)]
+
+    wide = [x.double() for x in inputs]
+    want = descend(wide[:2], wide[2:7], wide[7:])
+    wanted = torch.autograd.grad(want, inputs, [g.double() for g in grads])
+    got = _Descent.apply(*inputs)  # type: ignore[no-untyped-call]
+    found = torch.autograd.grad(got, inputs, grads)
+    for one, other in zip((*got, *found), (*want, *wanted), strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-4)

@@ -51,6 +51,47 @@ def convolution(sources: Sequence[Tensor], taps: Tensor, weight: Tensor) -> Tens
     return F.silu(total)
 
 
+def descend(
+    reads: Sequence[Tensor], given: Sequence[Tensor], above: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(o, u) [B, T, H, V] of step s.
+
+    Args:
+        reads: what the state with true features gives k and q, [B, T, H, V].
+        given: q, k, v, g and beta, as in `Mixer`.
+        above: k, u and g of the steps 1 .. s - 1, one after the other.
+    """
+    (read_k, read_q), (q, k, v, g, beta), s = reads, given, len(above) // 3 + 1
+    # From the oldest ancestor down: decay what has been read, then add what it wrote.
+    for i in range(1, s):
+        k_i, u_i, g_i = (push(x, s - i) for x in above[3 * i - 3 : 3 * i])
+        decay = g_i.exp()[..., None]
+        read_k = decay * read_k + u_i * (k_i * k).sum(-1, keepdim=True)
+        read_q = decay * read_q + u_i * (k_i * q).sum(-1, keepdim=True)
+    decay = g.exp()[..., None]
+    u = beta[..., None] * (v - decay * read_k)
+    return decay * read_q + u * (k * q).sum(-1, keepdim=True), u
+
+
+class _Descent(torch.autograd.Function):
+    """`descend` in one kernel each way: reads, given and above, one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        from specla.train import triton_unroll
+
+        inputs = tuple(x.contiguous() for x in inputs)
+        ctx.save_for_backward(*inputs)
+        return triton_unroll.descend(inputs[:2], inputs[2:7], inputs[7:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        from specla.train import triton_unroll
+
+        x, grads = ctx.saved_tensors, tuple(grad.contiguous() for grad in grads)
+        return tuple(triton_unroll.descend_gradients(x[:2], x[2:7], x[7:], grads))
+
+
 class _Convolution(torch.autograd.Function):
     """`convolution` in one kernel each way."""
 
@@ -68,6 +109,10 @@ class _Convolution(torch.autograd.Function):
         taps, weight, *sources = ctx.saved_tensors
         grads, of_weight = triton_fused.convolution_gradients(sources, taps, weight, grad)
         return None, of_weight, *grads
+
+
+FUSED_STEPS = 5
+"""The deepest step whose descent has a kernel."""
 
 
 class Step(NamedTuple):
@@ -116,17 +161,12 @@ class MixerUnroll:
         """(o, u) of step s >= 1; see the module's formula. Arguments as in `Mixer`."""
         assert self._scan is not None
         s = len(self.steps)
-        read_k = push(self._scan.read(pull(k, s)), s)
-        read_q = push(self._scan.read(pull(q, s)), s)
-        # From the oldest ancestor down: decay what has been read, then add what it wrote.
-        for i in range(1, s):
-            above = Step(*(push(x, s - i) for x in self.steps[i]))
-            decay = above.g.exp()[..., None]
-            read_k = decay * read_k + above.u * (above.k * k).sum(-1, keepdim=True)
-            read_q = decay * read_q + above.u * (above.k * q).sum(-1, keepdim=True)
-        decay = g.exp()[..., None]
-        u = beta[..., None] * (v - decay * read_k)
-        return decay * read_q + u * (k * q).sum(-1, keepdim=True), u
+        reads = [push(self._scan.read(pull(x, s)), s) for x in (k, q)]
+        above = [x for step in self.steps[1:] for x in (step.k, step.u, step.g)]
+        if k.is_cuda and k.dtype == torch.float32 and s <= FUSED_STEPS:
+            given = *reads, q, k, v, g, beta
+            return cast(tuple[Tensor, Tensor], _Descent.apply(*given, *above))  # type: ignore[no-untyped-call]
+        return descend(reads, (q, k, v, g, beta), above)
 
 
 def valid_steps(segments: Tensor, steps: int) -> Tensor:
