@@ -2,9 +2,10 @@
 """Prices: what rounds of one engine cost, for the budget (`drafters.choose.RoundCosts`).
 
 With a cost table they are the measured ones. Without, they are a guess that is good enough to
-switch off what does not pay: a round costs `FIXED` nodes for reading the weights and one for every
-node, and how long that takes is learned from the rounds themselves. FIXED is what the demo model
-on one CPU thread and a model of 1.3 B parameters on an H200 came to (docs/guide/budget.md).
+switch off what does not pay: a round costs `FIXED` nodes for reading the weights, `PER_ROW` for a
+row's state and one for every node, and how long that takes is learned from the rounds themselves.
+They are what the demo model on one CPU thread and a model of 1.3 B parameters on an H200, 1 to 64
+rows of 1 to 16 nodes, came to (docs/guide/budget.md).
 Drafting on the device is taken to cost what reading its weights does, and its launches.
 """
 
@@ -16,7 +17,8 @@ from specla.engine.kernels import Kernels
 from specla.errors import ConfigError
 from specla.state.rounds import bucket
 
-FIXED = {"cpu": 22.0, "cuda": 90.0}
+FIXED = {"cpu": 22.0, "cuda": 100.0}
+PER_ROW = {"cpu": 0.0, "cuda": 1.0}
 # What launching a level of drafts takes, in plain steps: ten kernels of a chain of three hundred,
 # which wait for each other more than for memory.
 LAUNCHES = 0.016
@@ -45,7 +47,7 @@ class Prices:
         self.padded = device == "cuda"
         self._table: CostTable | None = kernels.costs
         self._kernels, self._mode, self._drafter = kernels, mode, drafter
-        self._fixed, self._level = FIXED[device], level
+        self._fixed, self._per_row, self._level = FIXED[device], PER_ROW[device], level
         self._node_us = 0.0
         # Look-ups, as a budget asks for the same few again and again while the device runs on.
         self._known: dict[tuple[int, int, int | None], float] = {}
@@ -109,4 +111,4 @@ class Prices:
     def _guess(self, rows: int, nodes: int) -> float:
         if self.padded:
             rows, nodes = bucket(rows), bucket(nodes)
-        return self._fixed + rows * nodes
+        return self._fixed + rows * (self._per_row + nodes)
