@@ -198,14 +198,20 @@ def test_a_part_of_the_corpus_is_whole_files(tmp_path: Path) -> None:
 
 
 def test_looks_have_time_of_their_own_and_are_no_part_of_a_step() -> None:
-    """A look takes as long as ten steps, and the stretch that was timed had two of them."""
-    first = SimpleNamespace(step=20, seconds=2.0, look_seconds=1.0)
-    more = lineup.affordable(first, 98.0)  # type: ignore[arg-type]
-    assert more == 810
-    assert 0.85 * 98 < 0.1 * more + lineup.LOOKS * 1.0 < 98
-    none = SimpleNamespace(step=0, seconds=0.0, look_seconds=1.0)
-    slow = SimpleNamespace(step=20, seconds=2.0, look_seconds=20.0)
-    assert [lineup.affordable(one, 98.0) for one in (none, slow)] == [1, 1]  # type: ignore[arg-type]
+    """A look takes as long as ten steps; of the second stretch, as long as forty, as steps have
+    become faster."""
+    run = SimpleNamespace(step=0, seconds=0.0, look_seconds=1.0)
+    stretches = lineup.Stretches(run, lambda: 98.0)  # type: ignore[arg-type]
+    assert stretches.affordable(7) == 1
+    run.step, run.seconds = 20, 2.0
+    more = stretches.affordable(7)
+    assert more == 864
+    assert 0.85 * 98 < 0.1 * more + 7 < 98
+    assert stretches.seconds(7) == 98 / 7 - 1
+    run.step, run.seconds = 220, 7.0
+    assert stretches.affordable(6) == int(0.95 * (98 - 6) / 0.025)
+    run.look_seconds = 20.0
+    assert (stretches.affordable(6), stretches.seconds(6)) == (1, 0.0)
 
 
 def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(

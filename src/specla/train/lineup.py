@@ -260,11 +260,13 @@ def _train(
     def left() -> float:
         return began + seconds - time.monotonic()
 
-    run(every=ENDLESS, minutes=min(probe, left() / 3) / 60, tick=None, note=note, saves=False)
-    total = run.step + affordable(run, left())
-    run.lengthen(total)
-    every = max(total // (LOOKS - 2), 1)
-    figures = run(every=every, minutes=left() / 60, tick=tick, note=note, saves=False)
+    # Steps become faster, as features are kept: a run is as long as its last stretch says.
+    stretches = Stretches(run, left)
+    figures = run(every=ENDLESS, minutes=min(probe, left() / 3) / 60, note=note, saves=False)
+    for looks in range(LOOKS - 2, 0, -1):
+        run.lengthen(run.step + stretches.affordable(looks))
+        minutes = stretches.seconds(looks) / 60
+        figures = run(every=ENDLESS, minutes=minutes, tick=tick, note=note, saves=False)
     return Trained(
         name=entry.name,
         kind=entry.kind,
@@ -275,11 +277,24 @@ def _train(
     )
 
 
-def affordable(first: Session[Any], left: float) -> int:
-    """More steps of a run for which there is time, its looks aside; one at least. Its looks before
-    the first step and after the last are no part of what a step takes."""
-    per_step = first.seconds / first.step if first.step else left
-    return max(int(0.9 * (left - LOOKS * first.look_seconds) / per_step), 1)
+class Stretches:
+    """A run between two looks at a time. left: seconds that it has."""
+
+    def __init__(self, run: Session[Any], left: Callable[[], float]) -> None:
+        self._run, self._left, self._before = run, left, (run.step, run.seconds)
+
+    def seconds(self, looks: int) -> float:
+        """Of the next stretch, which ends with the first of so many looks."""
+        return max(self._left() / looks - self._run.look_seconds, 0.0)
+
+    def affordable(self, looks: int) -> int:
+        """More steps for which there is time, looks aside, at the pace of the stretch that has
+        just ended; one at least."""
+        steps, seconds = self._run.step - self._before[0], self._run.seconds - self._before[1]
+        self._before = self._run.step, self._run.seconds
+        left = self._left()
+        pace = seconds / steps if steps else left
+        return max(int(0.95 * (left - looks * self._run.look_seconds) / pace), 1)
 
 
 def record(found: Sequence[Trained]) -> list[dict[str, Any]]:
