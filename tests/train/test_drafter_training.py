@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,13 +22,11 @@ from specla.models.base import TargetModel
 from specla.request import SamplingParams
 from specla.state import State
 from specla.topology.tree import DraftTree
-from specla.train import session
 from specla.train.batches import Batch, Packer, draft_vocabulary, fill, order
 from specla.train.capture import Answers, Capture, Text, agreed, answer
 from specla.train.eagle import EagleNet
 from specla.train.kinds import kind_of
 from specla.train.loop import DECAY, Recipe, Trainer, _chains, figures, loss_of
-from specla.train.optim import rate
 from specla.train.run import Prompt, Run, Sizes, config_for, texts_of
 from specla.train.session import held_apart
 from specla.train.unroll import valid_steps
@@ -261,96 +258,6 @@ def test_training_makes_a_drafter_that_is_accepted(
     accepted = [c.speculation for c in done.values()]
     tau = sum(s.rounds + s.accepted for s in accepted) / sum(s.rounds for s in accepted)
     assert tau > before + 0.5
-
-
-def test_a_run_that_is_stopped_ends_with_figures_of_its_last_step(
-    target: TargetModel, texts: list[Text], tmp_path: Path
-) -> None:
-    """By the clock: the log, the figures and the checkpoint are of the last step. Going on, every
-    step has one row."""
-    recipe = Recipe(rows=2, length=64, unroll=4, steps=40, lr=6e-3, warmup=3)
-    config = config_for(target, Sizes(hidden_size=24, target_layer_ids=(0, 1)), None)
-    capture = Capture(target, (0, 1), keep_bytes=1 << 24)
-
-    def run(steps: int) -> Run:
-        return Run(
-            tmp_path, target, capture, config, texts[:20], texts[20:],
-            replace(recipe, steps=steps), compute=torch.float32,
-        )  # fmt: skip
-
-    def logged() -> list[list[str]]:
-        return [row.split(",") for row in (tmp_path / "log.csv").read_text().splitlines()[1:]]
-
-    with pytest.MonkeyPatch.context() as patch:
-        stopped = run(40)
-        clock = SimpleNamespace(monotonic=lambda: 99.0 if stopped.step >= 10 else 0.0)
-        patch.setattr(session, "time", clock)
-        found = stopped(every=50, minutes=1, note=lambda _: None)
-    assert stopped.step == 10
-    assert [row[0] for row in logged()] == ["0", "10"]
-    assert found.tau == pytest.approx(float(logged()[1][4]), abs=1e-4)
-    assert found.tau > float(logged()[0][4])
-    kept = load_file(tmp_path / "checkpoint" / "model.safetensors")
-    stopped.trainer.keep(tmp_path / "again")
-    for name, tensor in load_file(tmp_path / "again" / "model.safetensors").items():
-        assert torch.equal(tensor, kept[name]), name
-
-    last = logged()[1]
-    again = run(11)
-    assert again.resumed
-    again(every=50, minutes=9, note=lambda _: None)
-    assert [row[0] for row in logged()] == ["0", "10", "11"]
-    assert logged()[1] == last
-    run(11)(every=50, minutes=9, note=lambda _: None)  # nothing is left to do
-    assert [row[0] for row in logged()] == ["0", "10", "11"]
-
-
-def test_a_run_that_dies_goes_on_from_where_it_was_saved(
-    target: TargetModel, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And is what it would have been; what it had done since is done and logged once."""
-    recipe = Recipe(rows=2, length=40, unroll=2, steps=6, lr=1e-3, warmup=2)
-    held = [packer_for(target, torch.arange(24))([texts[20:21]])]
-
-    def run(folder: Path) -> session.Session[Batch]:
-        folder.mkdir(exist_ok=True)
-        return session.Session(folder, trainer_for(target, texts[:20], recipe), held)
-
-    def die(line: str) -> None:
-        if line.startswith("step 4"):
-            raise KeyboardInterrupt
-
-    def logged(name: str) -> list[list[str]]:
-        rows = (tmp_path / name / "log.csv").read_text().splitlines()[1:]
-        return [[*row.split(",")[:2], *row.split(",")[3:]] for row in rows]
-
-    monkeypatch.setattr(session, "SAVE_SECONDS", -1.0)
-    run(tmp_path / "whole")(every=2, minutes=9, note=lambda _: None)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "died")(every=2, minutes=9, note=die)
-    assert [row[0] for row in logged("died")] == ["0", "2", "4"]
-    again = run(tmp_path / "died")
-    assert again.step == 2
-    assert [row[0] for row in logged("died")] == ["0", "2"]
-    again(every=2, minutes=9, note=lambda _: None)
-    assert logged("died") == logged("whole")
-
-
-def test_a_run_is_lengthened_by_what_there_is_time_for(
-    target: TargetModel, texts: list[Text], tmp_path: Path
-) -> None:
-    """Its rate falls to the new end; nothing is written that nobody goes on from, and no look is
-    taken twice."""
-    trainer = trainer_for(
-        target, texts, Recipe(rows=1, length=40, unroll=2, steps=3, lr=1e-3, warmup=1)
-    )
-    run, notes = session.Session(tmp_path, trainer, []), list[str]()
-    run(every=9, minutes=9, note=notes.append, saves=False)
-    run.lengthen(5)
-    run(every=9, minutes=9, note=notes.append, saves=False)
-    assert [note.split()[1] for note in notes] == ["0", "3", "5"]
-    assert trainer.optimizers[-1].param_groups[0]["lr"] == 1e-3 * rate(4 / 5, 4, 1, floor=0.02)
-    assert not list(tmp_path.glob("trainer*"))
 
 
 def test_figures_of_a_drafter_that_knows_nothing(target: TargetModel, texts: list[Text]) -> None:
