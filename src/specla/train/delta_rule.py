@@ -173,10 +173,19 @@ class Scan(NamedTuple):
 
     def read(self, q: Tensor) -> Tensor:
         """q [B, T, H, K]: what the state *after* each token gives, [B, T, H, V]."""
-        low = self.keys.dtype
-        q = split_chunks(q, self.decay.shape[-1])
-        o = (q * self.from_start[..., None]).to(low) @ self.states
-        return self._rows(o + (q.to(low) @ self.keys.mT * self.decay).to(low) @ self.writes)
+        return self.read_all(q)[0]
+
+    def read_all(self, *queries: Tensor) -> list[Tensor]:
+        """`read` of several in one."""
+        low, count = self.keys.dtype, len(queries)
+        q, *others = (split_chunks(q, self.decay.shape[-1]) for q in queries)
+        from_start, decay = self.from_start, self.decay
+        if others:
+            q = torch.cat([q, *others], dim=-2)
+            from_start, decay = from_start.repeat(1, 1, 1, count), decay.repeat(1, 1, 1, count, 1)
+        o = (q * from_start[..., None]).to(low) @ self.states
+        o = o + (q.to(low) @ self.keys.mT * decay).to(low) @ self.writes
+        return [self._rows(x) for x in o.chunk(count, dim=-2)]
 
     @property
     def u(self) -> Tensor:

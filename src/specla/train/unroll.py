@@ -161,7 +161,7 @@ class MixerUnroll:
         """(o, u) of step s >= 1; see the module's formula. Arguments as in `Mixer`."""
         assert self._scan is not None
         s = len(self.steps)
-        reads = [push(self._scan.read(pull(x, s)), s) for x in (k, q)]
+        reads = [push(x, s) for x in self._scan.read_all(pull(k, s), pull(q, s))]
         above = [x for step in self.steps[1:] for x in (step.k, step.u, step.g)]
         if k.is_cuda and k.dtype == torch.float32 and s <= FUSED_STEPS:
             given = *reads, q, k, v, g, beta
