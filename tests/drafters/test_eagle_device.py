@@ -46,8 +46,7 @@ class Game:
         self, folder: Path, target: TargetModel, max_nodes: int, options: dict[str, object]
     ) -> None:
         self.rng, self.max_nodes = random.Random(max_nodes), max_nodes
-        self.eager = EagleDrafter(path=str(folder), min_survival=0, **options)  # type: ignore[arg-type]
-        self.device = DeviceEagle(path=str(folder), **options)  # type: ignore[arg-type]
+        self.eager, self.device = self.make(str(folder), options)
         for one in (self.eager, self.device):
             one.bind(target, num_slots=SLOTS, max_nodes=max_nodes, exact=True)
         self.target, self.width = target, target.info.hidden_size
@@ -61,6 +60,11 @@ class Game:
         self.drafted = self.accepted = 0
         self.depth: int | None = None
         """Of the trees, where it is not as deep as they go."""
+
+    def make(self, path: str, options: dict[str, object]):  # type: ignore[no-untyped-def]
+        """The same drafter for the host and for the device."""
+        eager = EagleDrafter(path=path, min_survival=0, **options)  # type: ignore[arg-type]
+        return eager, DeviceEagle(path=path, **options)  # type: ignore[arg-type]
 
     def start(self, slot: int, prompt: int) -> None:
         """A prompt of that many tokens, in the state but for its last one."""

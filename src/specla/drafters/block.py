@@ -69,6 +69,8 @@ class BlockDrafter:
         min_survival: cut the block where the confidence head thinks that the likeliest chain has
             come to its end with a higher probability; 0 never cuts.
         reader: read the target's states; None: if the checkpoint has a reader.
+        on_device: draft inside the round's graph (`block_device`), which needs a GPU.
+        longest: there, tokens of a row from which on it drafts nothing.
 
     Raises:
         ConfigError: an option is out of range or asks for what the checkpoint does not have, or
@@ -87,10 +89,16 @@ class BlockDrafter:
         window: int | None = None,
         min_survival: float = 0.0,
         reader: bool | None = None,
+        on_device: bool = False,
+        longest: int = 4096,
     ) -> None:
+        require_flag("on_device", on_device)
+        require_int("longest", longest, 1, 1 << 20)
+        self._on_device, self._longest = on_device, longest
         self._options = {
             **{"path": path, "top_k": top_k, "max_depth": max_depth, "tau": tau, "spine": spine},
             **{"window": window, "min_survival": min_survival, "reader": reader},
+            "longest": longest,
         }
         self._folder = Path(path)
         self.config = config = read_config(self._folder)
@@ -139,8 +147,15 @@ class BlockDrafter:
 
     def for_gpu(self, *, num_slots: int, max_nodes: int) -> Drafter:
         """See `TwofoldDrafter`."""
+        # Triton is imported where there is a GPU only.
         from specla.drafters.block_graph import GraphBlock
 
+        if self._on_device:
+            from specla.drafters.block_device import DeviceBlock
+
+            made = DeviceBlock(**self._options)
+            made.check_room(num_slots=num_slots, max_nodes=max_nodes)
+            return made
         try:
             return GraphBlock(**self._options)
         except ConfigError as error:
@@ -149,6 +164,8 @@ class BlockDrafter:
 
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
         """Load the weights beside a target's (see `FeatureDrafter`)."""
+        if self._on_device:
+            raise ConfigError("on_device=True needs a GPU; leave it out, or use --device cuda")
         check_target(self.config, model.info, str(self._folder))
         self._model = BlockModel(self.config, load_weights(self._folder, self.config, model))
         if (config := self._reader_config) is not None:

@@ -143,9 +143,10 @@ class BlockModel:
         for name, linear in self.linears():
             linear.check(f"drafter {name}")
 
-    def reserve(self, end: int) -> None:
-        """Make ready for positions below `end`, whatever `end` later calls give."""
-        self._turns.reserve(end)
+    def reserve(self, end: int) -> Tensor:
+        """Make ready for positions below `end`, whatever `end` later calls give. Returns their
+        cosines and sines, see `Turns`."""
+        return self._turns.reserve(end)
 
     def context(
         self, features: Tensor, positions: Tensor, *, end: int | None = None
@@ -235,11 +236,10 @@ class Turns:
         is asked."""
         if end is None:
             end = 1 + int(positions.max()) if len(positions) else 0
-        self.reserve(end)
-        return self._table[positions]
+        return self.reserve(end)[positions]
 
-    def reserve(self, end: int) -> None:
-        """Know all positions below `end`."""
+    def reserve(self, end: int) -> Tensor:
+        """Know all positions below `end`, and maybe more: [positions, 2, d / 2] float64."""
         if end > len(self._table):
             while len(self._pages) * _PAGE < end:
                 start = len(self._pages) * _PAGE
@@ -247,6 +247,7 @@ class Turns:
                 turns = turns.to(self._rates.dtype)[:, None] * self._rates
                 self._pages.append(torch.stack([turns.cos(), turns.sin()], dim=1))
             self._table = torch.cat(self._pages)
+        return self._table
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:

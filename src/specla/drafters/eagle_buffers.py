@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specla.drafters import triton_eagle as kernels
-from specla.drafters import triton_grow as growing
+from specla.drafters.device_chain import Pool
 from specla.drafters.eagle_model import EagleWeights
 from specla.errors import ConfigError
 from specla.ops.contract import DeviceRound, RecurrentShape
@@ -73,65 +73,57 @@ class Linears(NamedTuple):
     head: PackedLinear
 
 
-class Buffers:
-    """Everything that launches write, allocated once. A buffer is a flat run of elements; each
-    use takes its first ones in the shape it needs."""
+class Buffers(Pool):
+    """Everything that launches write."""
 
     def __init__(
         self, w: EagleWeights, s: RecurrentShape, linears: Linears, limits: Limits
     ) -> None:
-        self._limits, self._shape, device, dtype = limits, s, w.fc.device, w.fc.dtype
-        B, N, F, path = limits.rows, bucket(limits.nodes), limits.frontier, limits.chunk
+        self._shape, device, dtype = s, w.fc.device, w.fc.dtype
+        B, F, path = limits.rows, limits.frontier, limits.chunk
         most = B * max(path, F)
         self._chain = bucket(max(limits.depth, s.conv_width - 1))
         X, D, vocab = 1 + F * max(0, limits.depth - 1), *reversed(w.head.shape)
+        super().__init__(
+            num_rows=B, num_nodes=limits.nodes, width=F, num_logits=B * F, vocab=vocab,
+            top_k=limits.top_k, device=device,
+        )  # fmt: skip
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.cursors = zeros(len(kernels.Cursors._fields), B, dtype=torch.int32)
-        self._flat = {
-            "given": zeros(B * path * w.fc.shape[1], dtype=dtype),
-            "features": zeros(B * path * w.fc.shape[1], dtype=dtype),
-            "x": zeros(most * linears.in_proj.weight.shape[1], dtype=dtype),
-            "y": zeros(most * linears.in_proj.weight.shape[0], dtype=dtype),
-            "mixed": zeros(most * s.num_value_heads * s.value_dim, dtype=dtype),
-            "hidden": zeros(most * linears.down.weight.shape[1], dtype=dtype),
-            **{name: zeros(most * D, dtype=dtype) for name in ("residual", "other", "root", "h")},
-            "logits": zeros(B * F * vocab),
-            "best_score": zeros(B, dtype=torch.float64),
-            "source": zeros(B * path, dtype=torch.int32),
-            "count": zeros(3 * B, dtype=torch.int32),
-            "enc": zeros(2 * B + B * path, dtype=torch.int32),
-            **{f"tree{i}": zeros(B * (3 * N + F + 1), dtype=torch.int32) for i in range(3)},
-            **{f"score{i}": zeros(B * N, dtype=torch.float64) for i in range(3)},
-            "k": zeros(B * X * s.num_key_heads * s.key_dim),
-            "u": zeros(B * X * s.num_value_heads * s.value_dim),
-            "g": zeros(B * X * s.num_value_heads),
-            "inputs": zeros(B * X * s.conv_channels, dtype=dtype),
-            "chain": zeros(B * X * self._chain, dtype=torch.int32),
-        }
+        self.add(
+            dtype,
+            given=B * path * w.fc.shape[1],
+            features=B * path * w.fc.shape[1],
+            x=most * linears.in_proj.weight.shape[1],
+            y=most * linears.in_proj.weight.shape[0],
+            mixed=most * s.num_value_heads * s.value_dim,
+            hidden=most * linears.down.weight.shape[1],
+            **dict.fromkeys(("residual", "other", "root", "h"), most * D),
+            inputs=B * X * s.conv_channels,
+        )
+        self.add(
+            torch.float32,
+            logits=B * F * vocab,
+            k=B * X * s.num_key_heads * s.key_dim,
+            u=B * X * s.num_value_heads * s.value_dim,
+            g=B * X * s.num_value_heads,
+        )
+        self.add(torch.int32, source=B * path, enc=2 * B + B * path, chain=B * X * self._chain)
         split = (linears.fc, linears.o_proj, linears.down)
         self.partials = zeros(max(x.workspace_elements(most) for x in split))
         self._workspace = gdn.Workspace.allocate(s, most, dtype, device)
-        self._best = growing.Best.allocate(B * F, vocab, min(limits.top_k, vocab), device)
         chain = torch.arange(-1, path - 1, dtype=torch.int32, device=device)
         self._chains = {n: chain[:n].repeat(B, 1) for n in {bucket(i + 1) for i in range(path)}}
         self._paths = torch.arange(limits.room, dtype=torch.int32, device=device).repeat(B, 1)
         self._walks = kernels.chain_walk(B, path, device)
         self._ring_len = zeros(B, dtype=torch.int32)
 
-    def take(self, name: str, *size: int) -> Tensor:
-        """A buffer's first elements."""
-        return self._flat[name][: torch.Size(size).numel()].view(size)
-
     def workspace(self, num_flat: int) -> gdn.Workspace:
         """Of `prepare` and the walk, for so many nodes."""
         return gdn.Workspace(*(x[:num_flat] for x in self._workspace))
-
-    def best(self, num_flat: int) -> growing.Best:
-        """For so many rows of logits."""
-        return growing.Best(*(x[:num_flat] for x in self._best))
 
     def encoding(self, num_rows: int, nodes: int) -> DeviceRound:
         """The round of re-encoding: chains of up to `nodes` nodes."""
@@ -158,19 +150,4 @@ class Buffers:
             g=self.take("g", num_rows, count, s.num_value_heads),
             inputs=self.take("inputs", num_rows, count, s.conv_channels),
             chain=self.take("chain", num_rows, count, self._chain),
-        )
-
-    def grown(self, i: int, num_rows: int, num_nodes: int, width: int) -> growing.Grown:
-        """One of three results of a level; the first is the root's alone."""
-        size = num_rows * num_nodes
-        words = self.take(f"tree{i}", 3 * size + num_rows * (width + 1))
-        tokens, parents, spine = words[: 3 * size].view(3, num_rows, num_nodes)
-        return growing.Grown(
-            tokens=tokens,
-            parents=parents,
-            num_nodes=words[3 * size : 3 * size + num_rows],
-            score=self.take(f"score{i}", num_rows, num_nodes),
-            spine=spine,
-            place=words[3 * size + num_rows :].view(num_rows, width),
-            count=self.take("count", 3, self._limits.rows)[i, :num_rows],
         )

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from specla.drafters import triton_eagle as kernels
 from specla.drafters import triton_grow as growing
+from specla.drafters.device_chain import Chain
 from specla.drafters.eagle_buffers import Buffers, Limits, Linears
 from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_model import EagleModel
-from specla.models.gdn_fused import is_hopper, stream_linear
+from specla.models.gdn_fused import stream_linear
 from specla.models.gdn_weights import BlockWeights
 from specla.ops import rows
 from specla.ops.contract import DeviceRound, RowArrays
@@ -34,7 +35,7 @@ from specla.ops.transfer import ints, sent
 from specla.state.rounds import bucket
 
 
-class EagleLayer:
+class EagleLayer(Chain):
     """The launches of one drafter. Its weights are the model's, except gate_up, which is packed
     for the kernels besides; slots and last outputs are shared with it."""
 
@@ -42,16 +43,17 @@ class EagleLayer:
         w = model.weights
         assert isinstance(model.mixer, GdnMixer)
         assert isinstance(w.mixer, BlockWeights)
+        super().__init__(w.fc, model.config.norm_eps)
         self._model, self._w, self._mixer, self._limits = model, w, w.mixer, limits
-        self._state, self._eps = model.mixer.state, model.config.norm_eps
-        self._shape = s = model.config.recurrent
-        self._pdl = is_hopper(w.fc)
+        self._state, self._shape = model.mixer.state, model.config.recurrent
+        s = self._shape
         self._linears = self._pack()
         self._taps = w.mixer.conv.t().contiguous()
-        self._mix_rows = self._stream_rows = 0
+        self._mix_rows = 0
         if self._pdl:
             self._stream()
         self._buffers = Buffers(w, s, self._linears, limits)
+        self.partials = self._buffers.partials
         assert s.num_layers == 1
 
     # ---- the host's side
@@ -128,7 +130,7 @@ class EagleLayer:
         source = make("source", num_flat)
         kernels.begin(rnd, cursors, enc, source)
         wide = make("features", num_flat, w.fc.shape[1])
-        kernels.take_features(features, enc, source, w.fc_norms, wide, self._eps)
+        kernels.take_features(features, enc.num_nodes, source, w.fc_norms, wide, self._eps)
         fc, partials = self._linears.fc, self._buffers.partials
         fc(wide, partials)
         x = make("x", num_flat, self._linears.in_proj.weight.shape[1])
@@ -168,26 +170,18 @@ class EagleLayer:
         rules = growing.Rules(width, drafts, self._limits.tau, self._limits.spine)
         steps = self._buffers.steps(num_rows, 1 + width * (depth - 1))
         grown = [self._buffers.grown(i, num_rows, num_nodes, width) for i in range(3)]
-        grown[0] = grown[0]._replace(tokens=rnd.tokens)
-        best_score = make("best_score", num_rows)
-        tree, h = grown[0], make("h", num_rows, before.shape[1])
-        for level in range(depth):
+        best_score, h = make("best_score", num_rows), make("h", num_rows, before.shape[1])
+        for level, tree, after in growing.levels(rnd, grown, depth):
             best = self._likeliest(h, tree.count)
-            is_last, first = level + 1 == depth, 1 + level * width
-            after, reading = grown[1 + level % 2], None
-            if is_last:
-                after = after._replace(
-                    tokens=rnd.tokens, parents=rnd.parents, num_nodes=rnd.num_nodes
-                )
-            else:
+            first, reading = 1 + level * width, None
+            if level + 1 < depth:
                 reading = self._reading(before, steps, num_rows * width, first, level % 2)
             growing.extend(
                 best, self._w.d2t, arrays.remaining, rnd.num_nodes, tree, after, best_score,
                 rules, reading, is_first=level == 0, pdl=self._pdl,
             )  # fmt: skip
-            tree = after
             if reading is not None:
-                h = self._step(rnd, cursors, steps, tree.count, reading)
+                h = self._step(rnd, cursors, steps, after.count, reading)
                 before = reading.residual
 
     def _reading(
@@ -235,17 +229,8 @@ class EagleLayer:
             linears.o_proj(mixed, partials)
         self._add(residual, linears.o_proj, self._w.mlp_norm, h)
         hidden = make("hidden", num_flat, linears.down.weight.shape[1])
-        linears.gate_up(h, hidden)
-        linears.down(hidden, partials)
-        self._add(residual, linears.down, self._w.norm, h)
+        self._mlp(residual, h, hidden, linears.gate_up, linears.down, self._w.norm)
         return h
-
-    def _add(self, x: Tensor, linear: PackedLinear, norm: Tensor, h: Tensor) -> None:
-        rows.add_partials_norm(
-            x, self._buffers.partials, norm, h, self._eps,
-            num_partials=linear.num_partials(x.shape[0]), max_partials=linear.max_partials,
-            pdl=self._pdl, early=self._early(x.shape[0]),
-        )  # fmt: skip
 
     def _likeliest(self, h: Tensor, count: Tensor) -> growing.Best:
         logits = self._buffers.take("logits", h.shape[0], self._w.head.shape[0])
@@ -253,9 +238,6 @@ class EagleLayer:
         best = self._buffers.best(h.shape[0])
         growing.top_blocks(logits, count, best, pdl=self._pdl)
         return best
-
-    def _early(self, num_flat: int) -> bool:
-        return num_flat <= self._stream_rows
 
     def _pack(self) -> Linears:
         w, pdl = self._w, self._pdl

@@ -107,24 +107,24 @@ def chain_walk(num_rows: int, num_nodes: int, device: torch.device) -> Tensor:
 
 def take_features(
     features: Tensor,
-    enc: DeviceRound,
+    count: Tensor,
     source: Tensor,
     norms: Tensor | None,
     out: Tensor,
     eps: float,
 ) -> None:
     """features [L, M, T], each [M, T] contiguous -> out [B * P, L * T], normed by norms [L, T];
-    rows past a chain's end become zero."""
+    from a row's first count[b] sources, the others become zero."""
     layers, _, width = features.shape
     _features_kernel[(out.shape[0], layers)](
         features,
         source,
-        enc.num_nodes,
+        count,
         features if norms is None else norms,
         out,
         features.stride(0),
         eps,
-        P=enc.tokens.shape[1],
+        P=out.shape[0] // count.shape[0],
         T=width,
         BLOCK=triton.next_power_of_2(width),
         NORMED=norms is not None,

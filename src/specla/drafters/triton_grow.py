@@ -20,6 +20,7 @@ the first writes another.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specla.ops.contract import DeviceRound
 from specla.ops.rows import round_to
 
 BLOCK = 2048
@@ -103,23 +105,49 @@ class Reading(NamedTuple):
     eps: float
 
 
-def top_blocks(logits: Tensor, count: Tensor, best: Best, *, pdl: bool = False) -> None:
+class Lookup(NamedTuple):
+    """Of a drafter that reads a frontier's tokens only: x [B * F, R], rows of table [vocab, R]."""
+
+    table: Tensor
+    x: Tensor
+
+
+def levels(rnd: DeviceRound, grown: list[Grown], depth: int) -> Iterator[tuple[int, Grown, Grown]]:
+    """(level, before, after) for `extend`. grown: the root's, and two that take turns; the last
+    level's tree is the round's."""
+    before = grown[0]._replace(tokens=rnd.tokens)
+    for level in range(depth):
+        after = grown[1 + level % 2]
+        if level + 1 == depth:
+            after = after._replace(tokens=rnd.tokens, parents=rnd.parents, num_nodes=rnd.num_nodes)
+        yield level, before, after
+        before = after
+
+
+def top_blocks(
+    logits: Tensor, count: Tensor, best: Best, base: Tensor | None = None, *, pdl: bool = False
+) -> None:
     """logits float32 [B * E, vocab]: of the first count[b] of each row's E nodes; NaN counts as
-    -inf. One program per node and block."""
+    -inf. One program per node and block. base float32 [B, vocab], of any row stride: added to all
+    nodes of a row."""
     num_flat, vocab = logits.shape
     blocks, top_k = best.key.shape[1:]
     assert logits.is_contiguous()
+    assert base is None or base.stride(1) == 1
     assert blocks == triton.cdiv(vocab, BLOCK)
     _top_kernel[(num_flat, blocks)](
         logits,
+        logits if base is None else base,
         count,
         best.key,
         best.top,
         best.total,
         num_flat // count.shape[0],
         vocab,
+        0 if base is None else base.stride(0),
         TOP=top_k,
         BLOCK=BLOCK,
+        ADD=base is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
@@ -135,7 +163,7 @@ def extend(
     after: Grown,
     best_score: Tensor,
     rules: Rules,
-    reading: Reading | None,
+    reading: Reading | Lookup | None,
     *,
     is_first: bool,
     pdl: bool = False,
@@ -155,8 +183,13 @@ def extend(
     num_rows, num_columns = after.tokens.shape
     per_row, width = (best.key.shape[0] // num_rows, after.place.shape[1])
     blocks, top_k = best.key.shape[1:]
-    r = reading or Reading(*(best.top,) * 6, chain=after.place[None], first=0, eps=0.0)
-    inputs, hidden = (r.embed_norm.shape[0], r.feature_norm.shape[0]) if reading else (1, 1)
+    r = Reading(*(best.top,) * 6, chain=after.place[None], first=0, eps=0.0)
+    inputs = hidden = 1
+    if isinstance(reading, Reading):
+        r, inputs, hidden = reading, reading.embed_norm.shape[0], reading.feature_norm.shape[0]
+    elif reading is not None:
+        r = r._replace(embeddings=reading.table, x=reading.x)
+        inputs = reading.table.shape[1]
     nodes = triton.next_power_of_2(num_columns)
     _extend_kernel[(num_rows, width if reading else 1)](
         *best,
@@ -185,7 +218,8 @@ def extend(
         SPINE=rules.spine,
         FIRST=is_first,
         LAST=reading is None,
-        CHAIN=r.chain.shape[2] if reading else 1,
+        LAYER=isinstance(reading, Reading),
+        CHAIN=r.chain.shape[2] if isinstance(reading, Reading) else 1,
         T=inputs,
         D=hidden,
         T_BLOCK=triton.next_power_of_2(inputs),
@@ -212,10 +246,10 @@ def _from_key(key):
     return bits.to(tl.float32, bitcast=True), ((key & _IDS) ^ _IDS).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["per_row", "vocab_size"])
+@triton.jit(do_not_specialize=["per_row", "vocab_size", "stride"])
 def _top_kernel(
-    logits_ptr, count_ptr, key_ptr, top_ptr, total_ptr, per_row, vocab_size,
-    TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, base_ptr, count_ptr, key_ptr, top_ptr, total_ptr, per_row, vocab_size, stride,
+    TOP: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     m, part = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -226,6 +260,9 @@ def _top_kernel(
     ids = part * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab_size
     x = tl.load(logits_ptr + m.to(tl.int64) * vocab_size + ids, mask=inside, other=-_INF)
+    if ADD:
+        base_ptr += (m // per_row).to(tl.int64) * stride
+        x += tl.load(base_ptr + ids, mask=inside, other=0.0)
     x = tl.where(x == x, x, -_INF)
     top = tl.max(x, axis=0)
     at = m * tl.num_programs(1) + part
@@ -261,7 +298,15 @@ def read_token(
 
 
 @triton.jit
-def _children(
+def look_up(x_ptr, token, table_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's row of a table."""
+    column = tl.arange(0, BLOCK)
+    x = tl.load(table_ptr + token.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
+    tl.store(x_ptr + column, x, mask=column < WIDTH)
+
+
+@triton.jit
+def children(
     key_ptr, top_ptr, total_ptr, target_ids_ptr, b, count, slot, rank,
     E: tl.constexpr, EXPANDED: tl.constexpr, TOP: tl.constexpr, PARTS: tl.constexpr,
     KEYS: tl.constexpr, MAPPED: tl.constexpr,
@@ -310,7 +355,7 @@ def _extend_kernel(  # noqa: C901 - one kernel, one pass
     E: tl.constexpr, EXPANDED: tl.constexpr, F: tl.constexpr, TOP: tl.constexpr,
     PARTS: tl.constexpr, KEYS: tl.constexpr, NODES: tl.constexpr, ALL: tl.constexpr,
     MAPPED: tl.constexpr, SPINE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    CHAIN: tl.constexpr,
+    LAYER: tl.constexpr, CHAIN: tl.constexpr,
     T: tl.constexpr, D: tl.constexpr, T_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -343,7 +388,7 @@ def _extend_kernel(  # noqa: C901 - one kernel, one pass
         parent = tl.load(old_parents + row + i, mask=is_old, other=0)
         score = tl.load(old_score + row + i, mask=is_old, other=0.0)
         spine = tl.load(old_spine + row + i, mask=is_old, other=0)
-    born, logprob, exists = _children(
+    born, logprob, exists = children(
         key_ptr, top_ptr, total_ptr, target_ids_ptr, b, count, slot, child % TOP,
         E, EXPANDED, TOP, PARTS, KEYS, MAPPED,
     )  # fmt: skip
@@ -404,6 +449,10 @@ def _extend_kernel(  # noqa: C901 - one kernel, one pass
         return
     is_mine = (goes_on > 0) & (order == mine)
     my_token = tl.sum(tl.where(is_mine, token, 0), axis=0)
+    m = (b * F + mine).to(tl.int64)
+    if not LAYER:
+        look_up(x_ptr + m * T, my_token, embeddings_ptr, T, T_BLOCK)
+        return
     my_slot = tl.sum(tl.where(is_mine, slot, 0), axis=0)
     # Step 0 is the root's; the ones of this frontier's parents come right before its own.
     step = tl.where(first_step == 1, 0, first_step - E + my_slot)
@@ -415,7 +464,6 @@ def _extend_kernel(  # noqa: C901 - one kernel, one pass
     tl.store(chain_ptr + (first_step + mine) * CHAIN + back, above)
     column = tl.arange(0, D_BLOCK)
     y = tl.load(before_ptr + (b * E + my_slot).to(tl.int64) * D + column, mask=column < D, other=0)
-    m = (b * F + mine).to(tl.int64)
     tl.store(residual_ptr + m * D + column, y, mask=column < D)
     read_token(
         x_ptr + m * (T + D), my_token, y.to(tl.float32), embeddings_ptr, embed_norm_ptr,

@@ -58,7 +58,7 @@ def embed_norm(
 
 
 def add_partials_norm(
-    x: Tensor,
+    x: Tensor | None,
     partials: Tensor,
     weight: Tensor,
     h: Tensor,
@@ -74,13 +74,13 @@ def add_partials_norm(
     x, h [M, D]; weight [D]. partials: float32, the first num_partials * M * D elements are
     [num_partials, M, D] and are added in order, starting from zero. max_partials is the same for
     every call on a weight, so that all of them run one compiled kernel. With 0 partials x stays
-    as it is.
+    as it is. x None: zero, and not kept.
     """
-    num_rows, width = x.shape
-    assert all(tensor.is_contiguous() for tensor in (x, h))
+    num_rows, width = h.shape
+    assert all(tensor.is_contiguous() for tensor in (h if x is None else x, h))
     assert num_partials <= max_partials
     _add_partials_norm_kernel[(num_rows,)](
-        x,
+        h if x is None else x,
         partials,
         weight,
         h,
@@ -90,6 +90,7 @@ def add_partials_norm(
         D=width,
         BLOCK=triton.next_power_of_2(width),
         PARTIALS=max_partials,
+        KEEP=x is not None,
         PDL=pdl,
         EARLY=early,
         num_warps=_warps(width),
@@ -223,6 +224,7 @@ def _add_partials_norm_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTIALS: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -234,7 +236,9 @@ def _add_partials_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         _wait(EARLY)
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.zeros([BLOCK], tl.float32)
+    if KEEP:
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if PARTIALS > 0:
         total = tl.zeros([BLOCK], tl.float32)
         for s in tl.static_range(PARTIALS):
@@ -244,7 +248,8 @@ def _add_partials_norm_kernel(
             present = column < tl.where(s < num_partials, D, 0)
             total += tl.load(part, mask=present, other=0.0)
         x = round_to(x + round_to(total, dtype).to(tl.float32), dtype)
-        tl.store(x_ptr + at, x, mask=inside)
+        if KEEP:
+            tl.store(x_ptr + at, x, mask=inside)
         x = x.to(tl.float32)
     h = _normed(x, weight, eps, D)
     tl.store(h_ptr + at, round_to(h, h_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A block drafter's rounds on the device, in Triton's interpreter, against the eager drafter: the
+same trees round after round, the same contexts when the rows come back. The target is played, as
+in `test_eagle_device`; what the host computes for the device's form is launched again instead of
+replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from block_toy import DFLASH, block_config, reader_config, write_block
+from test_block_graph import played
+from test_eagle_device import Game, needs_interpreter
+
+from specla.drafters import DraftRow
+from specla.drafters.base import DeviceDrafter, ResidentDrafter
+from specla.drafters.block import BlockDrafter
+from specla.drafters.block_graph import GraphBlock
+from specla.errors import ConfigError
+from specla.models.base import TargetModel
+from specla.ops.contract import DeviceRound
+
+pytest.importorskip("triton")
+from specla.drafters.block_device import DeviceBlock
+from specla.drafters.block_layer import BlockLayer
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dspark": {"block_size": 3},
+    "dflash": {
+        **DFLASH, "block_size": 4, "windows": (6, None), "is_causal": None, "num_kv_heads": 1
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of several tiles, and of several graphs."""
+    monkeypatch.setattr("specla.drafters.block_graph.captured", played)
+    monkeypatch.setattr("specla.drafters.block_graph.LEAST_CONTEXT", 4)
+    monkeypatch.setattr("specla.drafters.triton_block.TILE", 16)
+
+
+class Blocks(Game):
+    """Game of two block drafters."""
+
+    def make(self, path: str, options: dict[str, Any]) -> tuple[BlockDrafter, DeviceBlock]:
+        return BlockDrafter(path=path, **options), DeviceBlock(path=path, **options)
+
+    def check_states(self, slots: Any) -> None:
+        """Both have the same keys and values of every row."""
+        for slot in slots:
+            length = len(self.texts[slot]) - 1
+            assert self.device._lengths.get(slot, 0) == self.eager._context.length(slot) == length
+            for layer, kept in enumerate(self.device._kept):
+                want = self.eager._context._slots[slot][layer].view()
+                assert want is not None
+                for a, b in zip(kept, want, strict=True):
+                    torch.testing.assert_close(
+                        a[slot, length - len(b) : length], b, rtol=1e-4, atol=1e-5
+                    )
+
+
+def game(
+    tmp_path: Path, target: TargetModel, max_nodes: int, /, sizes: dict[str, Any] | None = None,
+    **options: Any,
+) -> Blocks:  # fmt: skip
+    write_block(tmp_path, block_config(target.info, **(sizes or {})))
+    return Blocks(tmp_path, target, max_nodes, {"tau": 50.0, "longest": 128, **options})
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_on_the_device_and_back(tmp_path: Path, target: TargetModel, kind: str) -> None:
+    """Rows with a context of three tiles, of none, with a single token to go, padding; then
+    another set of rows in other places, of which one slot is a new row's and one has rested."""
+    play = game(tmp_path, target, 6, KINDS[kind], top_k=2)
+    assert isinstance(play.device, ResidentDrafter)
+    play.start(1, 40)
+    play.start(3, 1)
+    play.start(2, 16)
+    slots = [1, 3, 2]
+    rnd, arrays = play.load(slots, 8)
+    for last in ((), (2,)):
+        play.round(slots, rnd, arrays, last)
+    rnd.num_nodes[1] = 0
+    play.device.leave([1, 3, None], rnd, play.features)
+    for slot in (2, 3):
+        play.end(slot)
+    play.check_states([1])
+    play.rest(1, 5)
+    play.start(2, 5)
+    slots = [2, 1]
+    rnd, arrays = play.load(slots, 8)
+    play.depth = 2
+    play.round(slots, rnd, arrays)
+    assert play.deepest == 2
+    play.device.leave(slots, rnd, play.features)
+    play.check_states(slots)
+    assert play.drafted > 20
+    assert play.accepted > 3 + 3 + 2  # more than the rows' anchors, round by round
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("dspark", {"top_k": 1}), ("dflash", {"top_k": 3, "spine": False, "tau": 1.5})],
+)
+def test_rounds_without_drafts(
+    tmp_path: Path, target: TargetModel, kind: str, options: dict[str, Any]
+) -> None:
+    """They still take in what the target makes of them."""
+    play = game(tmp_path, target, 8, KINDS[kind], window=9, **options)
+    play.start(1, 30)
+    for nodes, rounds in ((8, 1), (1, 2), (4, 1)):
+        rnd, arrays = play.load([1], nodes)
+        for _ in range(rounds):
+            play.round([1], rnd, arrays)
+        play.device.leave([1], rnd, play.features)
+    play.check_states([1])
+    assert play.drafted >= 3 * min(2, options["top_k"])
+
+
+@needs_interpreter
+def test_a_wide_tree_over_marginals(tmp_path: Path, target: TargetModel) -> None:
+    """More nodes on a level than a node has children."""
+    play = game(tmp_path, target, 32, KINDS["dflash"], top_k=4)
+    play.start(1, 9)
+    rnd, arrays = play.load([1], 32)
+    play.round([1], rnd, arrays)
+    assert play.drafted == 31
+
+
+class Short(Blocks):
+    """Its host drafts nothing for rows that are too long, as the device does."""
+
+    longest = 9
+
+    def row(self, slot: int, rnd: DeviceRound, is_last: bool) -> DraftRow:
+        return super().row(slot, rnd, is_last or len(self.texts[slot]) - 1 > self.longest)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_grows_too_long_drafts_nothing(
+    tmp_path: Path, target: TargetModel, kind: str
+) -> None:
+    """There or on the host, when it comes back or comes with a long prompt."""
+    write_block(tmp_path, block_config(target.info, **KINDS[kind]))
+    play = Short(tmp_path, target, 4, {"tau": 50.0, "top_k": 2, "longest": Short.longest})
+    play.start(1, 9)
+    rnd, arrays = play.load([1], 4)
+    drafted = []
+    for _ in range(3):
+        play.round([1], rnd, arrays)
+        drafted.append(play.drafted)
+    assert drafted[0] == 3
+    assert drafted[-1] == drafted[-2]
+    device = play.device
+    device.leave([1], rnd, play.features)
+    play.rest(1, 2)
+    assert device._lengths[1] == len(play.texts[1]) - 1 > 10
+    play.start(2, 14)
+    play.start(3, 10)
+    assert device._lengths[2] == 13
+    rows = [Game.row(play, slot, rnd, False) for slot in (1, 2, 3)]
+    assert [tree.num_drafts for tree in device.draft(rows)] == [0, 0, 3]
+
+
+@needs_interpreter
+def test_runs_repeat_and_rows_do_not_see_each_other(tmp_path: Path, target: TargetModel) -> None:
+    """The same bits of all logits."""
+
+    def run(name: str, *others: int) -> torch.Tensor:
+        play = game(tmp_path / name, target, 2, top_k=2)
+        play.start(1, 20)
+        for slot in others:
+            play.start(slot, 30 + slot)
+        rnd, arrays = play.load([1, *others], 2)
+        play.device.launch(arrays, rnd, play.features, depth=1)
+        layer = play.device._layer
+        assert isinstance(layer, BlockLayer)
+        assert rnd.num_nodes[0] == 2
+        return layer._take("base", 4, target.info.vocab_size).clone()
+
+    alone, again, beside = run("a"), run("b"), run("c", 2)
+    assert torch.equal(alone, again)
+    assert torch.equal(alone, beside)
+
+
+def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
+    def folder(name: str, **sizes: Any) -> str:
+        return str(write_block(tmp_path / name, block_config(target.info, **sizes)))
+
+    plain = folder("plain")
+    write_block(tmp_path / "reads", block_config(target.info), reader_config(target.info))
+    cannot: dict[str, tuple[str, dict[str, Any], int]] = {
+        "reader=False": (str(tmp_path / "reads"), {}, 4),
+        r"top_k must be an integer in \[1, 8\]": (plain, {"top_k": 9}, 4),
+        "min_survival must be 0 with on_device": (plain, {"min_survival": 0.1}, 4),
+        "64 positions, got 65": (folder("long", block_size=65), {}, 4),
+        "multiples of 8, got 44": (folder("odd", intermediate_size=44), {}, 4),
+        "1024 rows at once": (plain, {}, 200),
+        "1024 positions of all slots' blocks, got 1280": (plain, {"max_depth": 1}, 200),
+    }
+    for why, (path, options, slots) in cannot.items():
+        asked = BlockDrafter(path=path, on_device=True, **options)
+        with pytest.raises(ConfigError, match=why):
+            asked.for_gpu(num_slots=slots, max_nodes=16)
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        BlockDrafter(path=plain, on_device=True).bind(target, num_slots=1, max_nodes=4, exact=True)
+    with pytest.raises(ConfigError, match="on_device must be True or False"):
+        BlockDrafter(path=plain, on_device="yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="longest"):
+        BlockDrafter(path=plain, longest=0)
+
+
+def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
+    """The device's where it is asked for, else the one that has been so far."""
+    path = str(write_block(tmp_path, block_config(target.info)))
+    options: dict[str, Any] = {"path": path, "top_k": 3, "max_depth": 4, "tau": 2.0}
+    form = BlockDrafter(**options, on_device=True, longest=99).for_gpu(num_slots=4, max_nodes=16)
+    assert isinstance(form, DeviceBlock)
+    assert (form._top_k, form.info.max_depth, form._tau, form._longest) == (3, 4, 2.0, 99)
+    assert form.info.priced_as.endswith(" on_device")
+    assert form.info.fallback is None
+    assert form.for_gpu(num_slots=4, max_nodes=16) is form
+    assert form.depths(16) == (3, 4)
+    other = BlockDrafter(**options).for_gpu(num_slots=4, max_nodes=16)
+    assert type(other) is GraphBlock
+    assert not isinstance(other, DeviceDrafter)
+    write_block(tmp_path / "flat", block_config(target.info, **DFLASH))
+    flat = BlockDrafter(path=str(tmp_path / "flat"), on_device=True)
+    assert flat.for_gpu(num_slots=4, max_nodes=16).depths(16) == (4,)  # type: ignore[attr-defined]
