@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block drafter with a state reader on a GPU: it changes no token, and what it reads is what is
-committed. GDN-1.3B's shape in four layers, random weights.
+"""A block drafter on a GPU, driven by the host, with a state reader, or inside the round's graph:
+it changes no token, its trees are the host's, and what it reads is what is committed. GDN-1.3B's
+shape in four layers, random weights.
 
     pytest -m gpu tests/engine/test_gpu_block.py
 """
@@ -16,16 +17,19 @@ from typing import Any
 import pytest
 import torch
 from block_toy import DFLASH, block_config, random_tensors, reader_config, write_block
+from test_block_device import Blocks
+from test_gpu_eagle import Counting
 
 from specla.bench.random_model import RandomGDN, gdn_1_3b
 from specla.drafters.base import Drafter
 from specla.drafters.block import BlockDrafter
+from specla.drafters.block_device import DeviceBlock
 from specla.drafters.block_graph import GraphBlock
 from specla.drafters.none import NoDrafter
 from specla.drafters.reader import Reader, reader_tensors
 from specla.engine.engine import Engine
 from specla.ops.contract import Factors
-from specla.request import Request, SamplingParams
+from specla.request import Completion, Request, SamplingParams
 from specla.state import State
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": dict(DFLASH),
     "windows": {"windows": (16, None)},
 }
+SIZES: dict[str, Any] = {"head_dim": 64, "intermediate_size": 512, "target_layer_ids": (0, 2)}
 
 
 @cache
@@ -44,7 +49,7 @@ def target() -> RandomGDN:
 
 def decode(
     drafter: Drafter, max_nodes: int, on_step: Callable[[Engine], None] = lambda engine: None
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Completion]:
     model = target()
     state = State(
         model.info.recurrent,
@@ -67,11 +72,11 @@ def decode(
                 seed=row,
             )
         )
-    done: dict[str, tuple[int, ...]] = {}
+    done: dict[str, Completion] = {}
     while engine.has_work:
         for delta in engine.step():
             if delta.completion is not None:
-                done[delta.request_id] = delta.completion.token_ids
+                done[delta.request_id] = delta.completion
         on_step(engine)
     return done
 
@@ -80,26 +85,74 @@ def decode(
 @pytest.mark.parametrize("reads", [False, True], ids=["graphs", "reader"])
 def test_it_changes_no_token(kind: str, reads: bool, tmp_path: Path) -> None:
     """As graphs, with a context that outgrows its first room, or eagerly with a reader."""
-    sizes = {"head_dim": 64, "intermediate_size": 512, "target_layer_ids": (0, 2)}
-    config = block_config(target().info, **{**sizes, **KINDS[kind]})
+    config = block_config(target().info, **{**SIZES, **KINDS[kind]})
     write_block(tmp_path, config, reader_config(target().info, state_layers=(1, 3), rank=8))
     drafter = BlockDrafter(path=str(tmp_path), tau=50.0, reader=None if reads else False)
     forms = set[type]()
-    assert decode(drafter, 8, lambda engine: forms.add(type(engine.drafter))) == plain()
+    done = decode(drafter, 8, lambda engine: forms.add(type(engine.drafter)))
+    assert tokens(done) == plain()
     assert forms == {BlockDrafter if reads else GraphBlock}
+
+
+def tokens(done: dict[str, Completion]) -> dict[str, tuple[int, ...]]:
+    return {name: one.token_ids for name, one in done.items()}
 
 
 @cache
 def plain() -> dict[str, tuple[int, ...]]:
-    return decode(NoDrafter(), 1)
+    return tokens(decode(NoDrafter(), 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_the_graph_no_token_changes_and_runs_repeat(kind: str, tmp_path: Path) -> None:
+    """Rows of different lengths, one of which grows longer than it may draft for."""
+    path = str(write_block(tmp_path, block_config(target().info, **{**SIZES, **KINDS[kind]})))
+    forms = set[type]()
+    one, two = (
+        decode(
+            BlockDrafter(path=path, tau=50.0, on_device=True, longest=300), 8,
+            lambda engine: forms.add(type(engine.drafter)),
+        )
+        for _ in "ab"
+    )  # fmt: skip
+    assert forms == {DeviceBlock}
+    assert tokens(one) == plain()
+    for name, done in one.items():
+        assert done.speculation == two[name].speculation
+        assert done.speculation.drafted > TOKENS
+
+
+class Counted(Counting, Blocks):
+    """Counts what the two trees of a row have in common."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_the_graph_trees_are_the_hosts(kind: str, tmp_path: Path) -> None:
+    """In float32; sums in another order may settle a near tie otherwise."""
+    model = gdn_1_3b(layers=2, dtype=torch.float32)
+    sizes = {**SIZES, "target_layer_ids": (0, 1), "head_dim": 128, **KINDS[kind]}
+    write_block(tmp_path, block_config(model.info, **sizes))
+    play = Counted(tmp_path, model, 16, {"tau": 50.0, "top_k": 4})
+    slots = [1, 2, 3]
+    for slot, prompt in zip(slots, (300, 1, 65), strict=True):
+        play.start(slot, prompt)
+    rnd, arrays = play.load(slots, 16)
+    for last in ((), (), (2,), ()):
+        play.round(slots, rnd, arrays, last)
+    play.device.leave(slots, rnd, play.features)
+    play.check_states(slots)
+    play.rest(2, 70)
+    rnd, arrays = play.load(slots, 16)
+    play.round(slots, rnd, arrays)
+    assert play.most > 100
+    assert play.shared / play.most > 0.95
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_waits_for_the_device_once_per_level(kind: str, tmp_path: Path) -> None:
     """To read the level's likeliest tokens, and the engine for the verdict; all that is sent goes
     without waiting."""
-    sizes = {"head_dim": 64, "intermediate_size": 512, "target_layer_ids": (0, 2)}
-    write_block(tmp_path, block_config(target().info, **{**sizes, **KINDS[kind]}))
+    write_block(tmp_path, block_config(target().info, **{**SIZES, **KINDS[kind]}))
     drafter = BlockDrafter(path=str(tmp_path), tau=50.0)
     levels = drafter.info.max_depth if drafter.config.markov_rank else 1
     rounds: list[int] = []
