@@ -41,7 +41,6 @@ def compiled(shape: RecurrentShape, num_nodes: int, tile: StreamTile, branching:
         "LANES": lanes_for(shape.key_dim),
         "PARTS": 1,
         "BRANCHING": branching,
-        "EARLY": tile.early,
         "PDL": True,
         "num_warps": tile.warps,
     }
@@ -61,7 +60,7 @@ def compiled(shape: RecurrentShape, num_nodes: int, tile: StreamTile, branching:
     ("tile", "num_nodes", "branching"),
     [
         (StreamTile(64, 16), 64, True),
-        (StreamTile(32, 4, registers=168, early=True), 8, True),
+        (StreamTile(32, 4, registers=168), 8, True),
         (StreamTile(32, 4), 8, False),
     ],
 )
@@ -95,14 +94,15 @@ def test_the_tiles_that_were_fastest() -> None:
     """docs/adr/0015."""
     narrow = replace(WIDE, num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
     best = {
-        (WIDE, 2, 16, True): StreamTile(16, 4),
+        (WIDE, 1, 1, False): StreamTile(32, 4),
+        (WIDE, 2, 16, True): StreamTile(32, 4),
         (WIDE, 4, 32, True): StreamTile(32, 4),
         (WIDE, 8, 16, True): StreamTile(32, 8),
-        (WIDE, 64, 16, True): StreamTile(32, 4, registers=168, early=True),
-        (WIDE, 64, 8, False): StreamTile(32, 4, early=True),
+        (WIDE, 64, 16, True): StreamTile(32, 4, registers=168),
+        (WIDE, 64, 8, False): StreamTile(32, 4),
         (narrow, 2, 16, True): StreamTile(32, 4),
-        (narrow, 64, 16, True): StreamTile(32, 4, early=True),
-        (narrow, 64, 8, False): StreamTile(64, 4, early=True),
+        (narrow, 64, 16, True): StreamTile(32, 4),
+        (narrow, 64, 8, False): StreamTile(64, 4),
     }
     for (shape, programs, nodes, branching), tile in best.items():
         assert stream_for(shape, programs, nodes, branching=branching) == tile

@@ -8,10 +8,6 @@ the k and q of a row's nodes, and the log's k and u, into shared memory once; ea
 by itself, with its own rows of the state, and finds an operand 30 cycles away instead of one trip
 to L2. So nothing is fetched ahead into registers, and more warps fit on a multiprocessor.
 
-A few rows leave multiprocessors idle, and what counts is how long one program takes: state and
-log are read while the kernel before this one ends, the nodes' operands after it. Where programs
-come in waves that kernel has long ended, and all of it is on its way at once (EARLY).
-
 Every shared buffer is written before one barrier and read after it: inside the walk there is none.
 A node's u, which a replay needs, stays in registers, node n in lane n % LANES of those that share
 the row.
@@ -53,13 +49,12 @@ class StreamTile(NamedTuple):
     """How a value head is cut for this kernel. Speed, never bits.
 
     rows: of V per program. warps: share them; each has 32 / lanes times 1, 2 or 4 rows.
-    registers: most per thread; 0 leaves it to the compiler. early: see the module.
+    registers: most per thread; 0 leaves it to the compiler.
     """
 
     rows: int
     warps: int
     registers: int = 0
-    early: bool = False
 
 
 def tile_for(
@@ -71,17 +66,17 @@ def tile_for(
     elements = programs * shape.num_value_heads * shape.value_dim * shape.key_dim
     node_bytes = 8 * shape.key_dim * triton.next_power_of_2(num_nodes)
     two_rows = 8 * (32 // lanes)  # of four warps
-    long, early = shape.key_dim >= 256, elements >= 1 << 24
-    if early and node_bytes <= 32768 and (long or not branching):
-        return StreamTile(2 * two_rows, 4, registers=168 if branching else 0, early=early)
-    if long and elements < 1 << 22 and 49152 < node_bytes <= 98304:
-        # One tree in parts: fewer warps leave the products' weights room to come early.
+    long = shape.key_dim >= 256
+    if elements >= 1 << 24 and node_bytes <= 32768 and (long or not branching):
+        return StreamTile(2 * two_rows, 4, registers=168 if branching else 0)
+    if elements < 1 << 22 and node_bytes <= 98304 and long:
+        # A few rows: fewer warps leave the products' weights room to come early.
         return StreamTile(2 * two_rows, 4)
     share = 4 if node_bytes > 98304 else 2 if node_bytes > 49152 else 1
     if branching and long and 1 << 22 <= elements < 1 << 24:
         share = max(share, 2)
     share = min(share, shape.value_dim // two_rows)
-    return StreamTile(share * two_rows, share * 4, early=early)
+    return StreamTile(share * two_rows, share * 4)
 
 
 def launch(
@@ -103,7 +98,6 @@ def launch(
         NODES=triton.next_power_of_2(num_nodes),
         LOG=LOG,
         TILE=tile.rows,
-        EARLY=tile.early,
         num_warps=tile.warps,
         **registers,
         **overlap(meta["PDL"]),
@@ -177,25 +171,6 @@ def _log_entry(j, ring_len, log_len, path_ptr, first_in_bank):
 
 
 @gluon.jit
-def _nodes(
-    shared, given, columns, num_nodes, H: gl.constexpr, G: gl.constexpr, V: gl.constexpr
-):  # fmt: skip
-    """All nodes' k, q and v on their way to shared memory; their log decays and strengths."""
-    node_k, node_q, node_v = shared
-    k_ptr, q_ptr, v_ptr, g_ptr, beta_ptr = given
-    n_k, n_v, n, column_k, column_v = columns
-    K: gl.constexpr = node_k.shape[1]
-    at_k = n_k * (H * K) + column_k
-    _copy(node_k, k_ptr + at_k, mask=n_k < num_nodes)
-    _copy(node_q, q_ptr + at_k, mask=n_k < num_nodes)
-    _copy(node_v, v_ptr + (n_v * (G * V) + column_v), mask=n_v < num_nodes)
-    async_copy.commit_group()
-    g = gl.load(g_ptr + n * G, mask=n < num_nodes, other=0.0)
-    strength = gl.load(beta_ptr + n * G, mask=n < num_nodes, other=0.0)
-    return g, strength
-
-
-@gluon.jit
 def _runs(x):
     """[TILE, DEEP, LANES, 4] -> DEEP (2 or 4) tensors without that axis."""
     TILE: gl.constexpr = x.shape[0]
@@ -265,7 +240,7 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     num_columns, num_path, num_entries, log_capacity, walk_stride, threshold,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NODES: gl.constexpr,
     LOG: gl.constexpr, TILE: gl.constexpr, LANES: gl.constexpr, PARTS: gl.constexpr,
-    BRANCHING: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    BRANCHING: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program (value head and tile, row, part), as in `ops.gdn.triton`."""
     TILES: gl.constexpr = V // TILE
@@ -323,35 +298,6 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     owns_k = (tile == 0) & (head % (G // H) == 0)
     column_k = gl.arange(0, K, gl.SliceLayout(0, copied_k))[None, :]
     column_u = gl.arange(0, TILE, gl.SliceLayout(0, copied_u))[None, :]
-    walk_ptr += (b * PARTS + part) * walk_stride
-    # The nodes' operands, all at once.
-    candidates = log_capacity + (1 - bank) * num_path
-    new_k = k_ptr + candidates * (H * K)
-    new_u = u_ptr + candidates * (G * V)
-    m = b * num_columns
-    given = (
-        new_k, q_ptr + (m * H + key_head) * K, v_ptr + ((m * G + head) * V + tile * TILE),
-        g_ptr + candidates * G, beta_ptr + (m * G + head),
-    )  # fmt: skip
-    node_k = gl.allocate_shared_memory(gl.float32, [NODES, K], flat)
-    node_q = gl.allocate_shared_memory(gl.float32, [NODES, K], flat)
-    node_v = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [NODES, TILE], flat)
-    node_decay = gl.allocate_shared_memory(gl.float32, [NODES, 1], flat)
-    node_beta = gl.allocate_shared_memory(gl.float32, [NODES, 1], flat)
-    shared = (node_k, node_q, node_v)
-    column_v = gl.arange(0, TILE, gl.SliceLayout(0, copied_v))[None, :]
-    n_k = gl.arange(0, NODES, gl.SliceLayout(1, copied_k))[:, None]
-    n_v = gl.arange(0, NODES, gl.SliceLayout(1, copied_v))[:, None]
-    n = gl.arange(0, NODES, listed)
-    columns = (n_k, n_v, n, column_k, column_v)
-    if EARLY:
-        if PDL:
-            gdc_wait()
-        node_g, strength = _nodes(shared, given, columns, num_nodes, H, G, V)
-        num_ops = gl.load(walk_ptr)
-        word = gl.load(walk_ptr + 1)
-        following = gl.load(walk_ptr + 2)
-
     log_k = gl.allocate_shared_memory(gl.float32, [LOG, K], flat)
     log_u = gl.allocate_shared_memory(gl.float32, [LOG, TILE], flat)
     log_decay = gl.allocate_shared_memory(gl.float32, [LOG, 1], flat)
@@ -395,14 +341,38 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
                 gl.store(arrivals_ptr, 0)
         if is_last:
             gl.store(S_at, S)
-    if not EARLY:
-        num_ops = gl.load(walk_ptr)
-        word = gl.load(walk_ptr + 1)
-        following = gl.load(walk_ptr + 2, mask=num_ops > 1, other=0)
-        if PDL:
-            gdc_wait()
-        node_g, strength = _nodes(shared, given, columns, num_nodes, H, G, V)
-    following = gl.where(num_ops > 1, following, 0)
+    walk_ptr += (b * PARTS + part) * walk_stride
+    num_ops = gl.load(walk_ptr)
+    word = gl.load(walk_ptr + 1)
+    following = gl.load(walk_ptr + 2, mask=num_ops > 1, other=0)
+    if PDL:
+        gdc_wait()
+
+    # All nodes' operands at once.
+    candidates = log_capacity + (1 - bank) * num_path
+    k_ptr += candidates * (H * K)
+    u_ptr += candidates * (G * V)
+    g_ptr += candidates * G
+    m = b * num_columns
+    q_ptr += (m * H + key_head) * K
+    v_ptr += (m * G + head) * V + tile * TILE
+    n_k = gl.arange(0, NODES, gl.SliceLayout(1, copied_k))[:, None]
+    n_v = gl.arange(0, NODES, gl.SliceLayout(1, copied_v))[:, None]
+    n = gl.arange(0, NODES, listed)
+    column_v = gl.arange(0, TILE, gl.SliceLayout(0, copied_v))[None, :]
+    node_k = gl.allocate_shared_memory(gl.float32, [NODES, K], flat)
+    node_q = gl.allocate_shared_memory(gl.float32, [NODES, K], flat)
+    node_v = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [NODES, TILE], flat)
+    node_decay = gl.allocate_shared_memory(gl.float32, [NODES, 1], flat)
+    node_beta = gl.allocate_shared_memory(gl.float32, [NODES, 1], flat)
+    at_k = n_k * (H * K) + column_k
+    _copy(node_k, k_ptr + at_k, mask=n_k < num_nodes)
+    _copy(node_q, q_ptr + at_k, mask=n_k < num_nodes)
+    at_v = n_v * (G * V) + column_v
+    _copy(node_v, v_ptr + at_v, mask=n_v < num_nodes)
+    async_copy.commit_group()
+    node_g = gl.load(g_ptr + n * G, mask=n < num_nodes, other=0.0)
+    strength = gl.load(beta_ptr + m * G + head + n * G, mask=n < num_nodes, other=0.0)
     node_decay.store(gl.exp(node_g)[:, None])
     node_beta.store(strength[:, None])
     async_copy.wait_group(0)
@@ -413,7 +383,7 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     decays = _rows(node_decay, [NODES, 1])
     betas = _rows(node_beta, [NODES, 1])
 
-    u_at = new_u + gl.arange(0, TILE, rows_u)
+    u_at = u_ptr + gl.arange(0, TILE, rows_u)
     o_at = o_ptr + (m * G + head) * V + tile * TILE + gl.arange(0, TILE, rows_o)
     if BRANCHING:
         SLOTS: gl.constexpr = (NODES + LANES - 1) // LANES
