@@ -18,7 +18,8 @@ from specla.errors import ConfigError
 from specla.state.rounds import bucket
 
 FIXED = {"cpu": 22.0, "cuda": 100.0}
-PER_ROW = {"cpu": 0.0, "cuda": 1.0}
+# Of one node, whose states stream past; of more.
+PER_ROW = {"cpu": (0.0, 0.0), "cuda": (0.75, 1.3)}
 # What launching a level of drafts takes, in plain steps: ten kernels of a chain of three hundred,
 # which wait for each other more than for memory.
 LAUNCHES = 0.016
@@ -111,4 +112,4 @@ class Prices:
     def _guess(self, rows: int, nodes: int) -> float:
         if self.padded:
             rows, nodes = bucket(rows), bucket(nodes)
-        return self._fixed + rows * (self._per_row + nodes)
+        return self._fixed + rows * (self._per_row[nodes > 1] + nodes)
