@@ -124,6 +124,23 @@ def test_rounds_without_drafts(
 
 
 @needs_interpreter
+def test_a_long_context_is_read_in_parts(
+    tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More parts than tiles, and more tiles than parts; a layer with a window and one without."""
+    monkeypatch.setattr("specla.drafters.triton_block.UNDIVIDED", 64)
+    monkeypatch.setattr("specla.drafters.triton_block.PARTS", 4)
+    play = game(tmp_path, target, 4, KINDS["dflash"], top_k=2)
+    play.start(1, 100)
+    play.start(2, 20)
+    rnd, arrays = play.load([1, 2], 4)
+    play.round([1, 2], rnd, arrays)
+    assert play.drafted == 6
+    assert play.device._layer is not None
+    assert play.device._layer._take("scale", 8, 4, 4, 2)[..., 1].count_nonzero() > 8 * 4
+
+
+@needs_interpreter
 def test_a_wide_tree_over_marginals(tmp_path: Path, target: TargetModel) -> None:
     """More nodes on a level than a node has children."""
     play = game(tmp_path, target, 32, KINDS["dflash"], top_k=4)

@@ -156,13 +156,19 @@ class BlockLayer(Chain):
             given.tokens, given.size, self._w.embeddings, self._w.layers[0].attn_norm, x, h,
             self._eps, pdl=self._pdl, early=self._early(num_flat),
         )  # fmt: skip
+        num, config = kernels.num_parts(self._kept.shape[3]), self._config
+        size = num_flat, config.num_heads, num
+        parts = kernels.Parts(
+            self._take("sums", *size, config.head_dim), self._take("scale", *size, 2)
+        )
         for i, (layer, w) in enumerate(zip(self._layers, self._w.layers, strict=True)):
             y = self._take("y", num_flat, layer.qkv.weight.shape[0])
             layer.qkv(h, y)
             o = self._take("o", num_flat, layer.o.weight.shape[1])
             kernels.attend(
-                y, given, rnd.slot, cursors, w.q_norm, w.k_norm, self._turns, self._kept[i], o,
-                self._eps, window=self._windows[i], causal=self._config.causal(i), pdl=self._pdl,
+                y, given, rnd.slot, cursors, w.q_norm, w.k_norm, self._turns, self._kept[i], parts,
+                o, self._eps, window=self._windows[i], causal=self._config.causal(i),
+                pdl=self._pdl,
             )  # fmt: skip
             layer.o(o, self.partials)
             self._add(x, layer.o, w.mlp_norm, h)
@@ -270,7 +276,11 @@ class BlockLayer(Chain):
             hidden=block * config.intermediate_size,
             looked_up=B * F * config.markov_rank,
         )
-        self._pool.add(torch.float32, base=block * vocab, logits=B * F * vocab if grows else 0)
+        heads = block * config.num_heads * kernels.num_parts(self._kept.shape[3])
+        self._pool.add(
+            torch.float32, base=block * vocab, logits=B * F * vocab if grows else 0,
+            sums=heads * config.head_dim, scale=2 * heads,
+        )  # fmt: skip
         self._pool.add(torch.int32, given=4 * B, source=path, tokens=block)
         split = [(self._fc, path), *((x, block) for y in self._layers for x in (y.o, y.down))]
         most = max(linear.workspace_elements(n) for linear, n in split)

@@ -4,7 +4,8 @@
 
     begin    where the accepted path's tokens go and how long the rows are now; the block's tokens
     append   keys and values of these tokens, of all layers, into the caches
-    attend   a layer's attention: a block's positions over their context, then over the block
+    attend   a layer's attention: a block's positions over their context, then over the block;
+             long contexts in parts that programs share, and a launch more to `combine` them
 
 Contexts lie at fixed addresses, kept [layers, 2, slots, room, H, d], keys before values, and their
 lengths are the device's: a program goes through as many tiles of the context as its row has. Every
@@ -31,6 +32,8 @@ TILE = 64
 """Tokens of a context's tile, and most queries of a program."""
 LEAST = 16
 """Rows and columns that a product of tiles must have."""
+PARTS, UNDIVIDED = 8, 512
+"""Parts of a context, where there is room for more tokens than the second."""
 _INF = tl.constexpr(float("inf"))
 
 
@@ -54,6 +57,19 @@ class Given(NamedTuple):
     tokens: Tensor
     size: Tensor
     frontier: Tensor
+
+
+class Parts(NamedTuple):
+    """What `attend` leaves of n parts, float32: sums [M, Q, n, d], not yet divided; scale [M, Q,
+    n, 2]: the largest score, and the sum of e^(score - it)."""
+
+    sums: Tensor
+    scale: Tensor
+
+
+def num_parts(room: int) -> int:
+    """For contexts of up to `room` tokens."""
+    return PARTS if room > UNDIVIDED else 1
 
 
 def begin(
@@ -145,6 +161,7 @@ def attend(
     k_norm: Tensor,
     turns: Tensor,
     kept: Tensor,
+    parts: Parts,
     o: Tensor,
     eps: float,
     *,
@@ -154,19 +171,21 @@ def attend(
 ) -> None:
     """y [B * n, (Q + 2 H) d]: raw queries, keys and values of the blocks -> o [B * n, Q d].
 
-    kept [2, slots, room, H, d]: of this layer. q_norm, k_norm [d]. window: how many tokens back,
-    itself included, a position sees. causal: of its block's positions, earlier ones only.
+    kept [2, slots, room, H, d]: of this layer. parts: written where there are several. q_norm,
+    k_norm [d]. window: how many tokens back, itself included, a position sees. causal: of its
+    block's positions, earlier ones only.
     """
     _, _, room, heads, width = kept.shape
     num_rows, block = given.tokens.shape
-    group = o.shape[1] // (heads * width)
+    group, num = o.shape[1] // (heads * width), parts.sums.shape[2]
     queries = min(TILE, max(LEAST, triton.next_power_of_2(block * group)))
-    _attend_kernel[(heads, num_rows, triton.cdiv(block * group, queries))](
+    _attend_kernel[(heads, num_rows, triton.cdiv(block * group, queries) * num)](
         y,
         q_norm,
         k_norm,
         turns,
         kept,
+        *parts,
         o,
         slot,
         cursors.length,
@@ -184,12 +203,26 @@ def attend(
         OWN=max(LEAST, triton.next_power_of_2(block)),
         QUERIES=queries,
         TILE=TILE,
+        PARTS=num,
         WINDOW=window is not None,
         CAUSAL=causal,
         PDL=pdl,
         num_warps=4 if queries * width <= 32 * 128 else 8,
         launch_pdl=pdl,
     )
+    if num > 1:
+        _combine_kernel[(o.shape[0], heads * group)](
+            *parts,
+            given.size,
+            o,
+            block,
+            D=width,
+            D_BLOCK=triton.next_power_of_2(width),
+            PARTS=num,
+            PDL=pdl,
+            num_warps=1,
+            launch_pdl=pdl,
+        )
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_path", "mask_id", "longest"])
@@ -294,12 +327,14 @@ def _meet(acc, top, total, q, k, v, seen, scale):
 
 
 @triton.jit(do_not_specialize=["room", "values", "window"])
-def _attend_kernel(
-    y_ptr, q_norm_ptr, k_norm_ptr, turns_ptr, kept_ptr, o_ptr, slot_ptr, length_ptr, size_ptr,
+def _attend_kernel(  # noqa: C901 - one kernel, one pass
+    y_ptr, q_norm_ptr, k_norm_ptr, turns_ptr, kept_ptr, sums_ptr, scale_ptr, o_ptr,
+    slot_ptr, length_ptr, size_ptr,
     room, values, window, scale, eps,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, OWN: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     STRIDE: tl.constexpr = (GROUP + 2) * H * D
     head, b = tl.program_id(0), tl.program_id(1)
@@ -309,7 +344,7 @@ def _attend_kernel(
     if tl.load(size_ptr + b) == 0:
         return
     length = tl.load(length_ptr + b)
-    r = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
+    r = tl.program_id(2) // PARTS * QUERIES + tl.arange(0, QUERIES)
     mine, query = r // GROUP, head * GROUP + r % GROUP
     present = tl.where(r < BLOCK * GROUP, 1, 0)
     first = (b * BLOCK).to(tl.int64)
@@ -327,7 +362,13 @@ def _attend_kernel(
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window + 1, 0) // TILE * TILE
-    for tile in tl.range(begin, length, TILE):
+    end = length
+    if PARTS > 1:
+        part = tl.program_id(2) % PARTS
+        share = tl.cdiv(tl.cdiv(length - begin, TILE), PARTS) * TILE
+        begin = begin + part * share
+        end = tl.minimum(begin + share, length)
+    for tile in tl.range(begin, end, TILE):
         t = tile + tl.arange(0, TILE)
         inside = tl.where(t < length, D, 0)[:, None] > column[None, :]
         at = t[:, None] * (H * D) + column[None, :]
@@ -340,6 +381,9 @@ def _attend_kernel(
 
     own = tl.arange(0, OWN)
     there = tl.where(own < BLOCK, 1, 0)
+    if PARTS > 1:
+        # The block is the first part's.
+        there = tl.where(part == 0, there, 0)
     at = (first + own) * STRIDE + (GROUP * H + head) * D
     k = _turned(y_ptr, at, there, k_norm_ptr, turns_ptr, length + own, eps, D, D_BLOCK)
     inside = tl.where(there > 0, D, 0)[:, None] > column[None, :]
@@ -352,8 +396,36 @@ def _attend_kernel(
         seen = tl.where(tl.abs(gap) < window, seen, 0)
     acc, top, total = _meet(acc, top, total, q, k, v, seen, scale)
 
-    o = acc / tl.where(total > 0, total, 1.0)[:, None]
-    at = ((first + mine) * (H * GROUP) + query) * D
+    at = (first + mine) * (H * GROUP) + query
     inside = tl.where(present > 0, D, 0)[:, None] > column[None, :]
-    o_at = o_ptr + at[:, None] + column[None, :]
-    tl.store(o_at, round_to(o, o_ptr.dtype.element_ty), mask=inside)
+    if PARTS > 1:
+        at = at * PARTS + part
+        tl.store(sums_ptr + (at * D)[:, None] + column[None, :], acc, mask=inside)
+        tl.store(scale_ptr + at * 2, top, mask=present > 0)
+        tl.store(scale_ptr + at * 2 + 1, total, mask=present > 0)
+    else:
+        o = round_to(acc / tl.where(total > 0, total, 1.0)[:, None], o_ptr.dtype.element_ty)
+        tl.store(o_ptr + (at * D)[:, None] + column[None, :], o, mask=inside)
+
+
+@triton.jit(do_not_specialize=["block"])
+def _combine_kernel(
+    sums_ptr, scale_ptr, size_ptr, o_ptr, block,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tl.load(size_ptr + m // block) == 0:
+        return
+    row = m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    part, column = tl.arange(0, PARTS), tl.arange(0, D_BLOCK)
+    at = row * PARTS + part
+    top = tl.load(scale_ptr + at * 2)
+    share = tl.exp(top - tl.max(top, axis=0))
+    total = tl.sum(tl.load(scale_ptr + at * 2 + 1) * share, axis=0)
+    inside = tl.where(part >= 0, D, 0)[:, None] > column[None, :]
+    sums = tl.load(sums_ptr + (at * D)[:, None] + column[None, :], mask=inside, other=0.0)
+    o = round_to(tl.sum(sums * share[:, None], axis=0) / total, o_ptr.dtype.element_ty)
+    tl.store(o_ptr + row * D + column, o, mask=column < D)
