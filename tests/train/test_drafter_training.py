@@ -84,6 +84,16 @@ def test_answers_go_on_where_they_stopped(
             texts_of(engine, capture, prompts, replace(GREEDY, **other), path)
 
 
+def test_a_capture_within_a_wider_one(target: TargetModel, texts: list[Text]) -> None:
+    """The same features; the wider one runs the target, and keeps the text for both."""
+    wide = Capture(target, (0, 1), keep_bytes=1 << 20)
+    part, tokens = Capture(target, (1,), within=wide), texts[4].tokens
+    for got, want in zip(part(tokens), Capture(target, (1,))(tokens), strict=True):
+        assert torch.equal(got, want)
+    assert list(wide._kept) == [tokens]
+    assert not part._kept
+
+
 def test_a_known_answer_is_taken_as_far_as_the_target_agrees(
     target: TargetModel, engine: Engine, texts: list[Text], tmp_path: Path
 ) -> None:

@@ -123,7 +123,8 @@ class Capture:
     """The target's features over whole texts, one text at a time.
 
     layers: ids of feature layers; the last layer's output always comes with them, so that the
-    target's own law can be had. keep_bytes: what it may keep of texts that come again.
+    target's own law can be had. keep_bytes: what it may keep of texts that come again. within: a
+    capture of these layers and others, whose texts are kept for both.
     """
 
     def __init__(
@@ -133,7 +134,9 @@ class Capture:
         *,
         keep_bytes: int = 0,
         chunk: int = 4096,
+        within: Capture | None = None,
     ) -> None:
+        self.layers, self._within = tuple(layers), within
         self._model, self._chunk, self._room = model, chunk, keep_bytes
         self._kept: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         last = model.info.recurrent.num_layers - 1
@@ -150,6 +153,8 @@ class Capture:
 
     def __call__(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(features [n, layers * D], last-layer outputs [n, D]) of n tokens, from the start."""
+        if self._within is not None:
+            return self._part(*self._within(tokens))
         key = tuple(tokens)
         if key not in self._kept:
             found = self._run(tokens)
@@ -159,6 +164,13 @@ class Capture:
             self._room -= size
             self._kept[key] = found
         return self._kept[key]
+
+    def _part(self, features: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """This capture's layers of the wider one's."""
+        assert self._within is not None
+        parts = features.unflatten(-1, (len(self._within.layers), -1)).unbind(-2)
+        wide = dict(zip(self._within.layers, parts, strict=True))
+        return torch.cat([wide[layer] for layer in self.layers], dim=-1), last
 
     def _run(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         self._state.reset(self._slot)
