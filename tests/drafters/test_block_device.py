@@ -6,6 +6,7 @@ replayed."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,10 @@ def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
         asked = BlockDrafter(path=path, on_device=True, **options)
         with pytest.raises(ConfigError, match=why):
             asked.for_gpu(num_slots=slots, max_nodes=16)
+        left = BlockDrafter(path=path, on_device=None, **options)
+        form = left.for_gpu(num_slots=slots, max_nodes=16)
+        assert type(form) is (BlockDrafter if "reader" in why else GraphBlock)
+        assert re.search(why, str(form.info.fallback))
     with pytest.raises(ConfigError, match="needs a GPU"):
         BlockDrafter(path=plain, on_device=True).bind(target, num_slots=1, max_nodes=4, exact=True)
     with pytest.raises(ConfigError, match="on_device must be True or False"):
@@ -245,9 +250,13 @@ def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
     assert form.info.fallback is None
     assert form.for_gpu(num_slots=4, max_nodes=16) is form
     assert form.depths(16) == (3, 4)
+    assert type(BlockDrafter(**options, on_device=None).for_gpu(num_slots=4, max_nodes=16)) is (
+        DeviceBlock
+    )
     other = BlockDrafter(**options).for_gpu(num_slots=4, max_nodes=16)
     assert type(other) is GraphBlock
     assert not isinstance(other, DeviceDrafter)
+    assert other.info.fallback is None
     write_block(tmp_path / "flat", block_config(target.info, **DFLASH))
     flat = BlockDrafter(path=str(tmp_path / "flat"), on_device=True)
     assert flat.for_gpu(num_slots=4, max_nodes=16).depths(16) == (4,)  # type: ignore[attr-defined]

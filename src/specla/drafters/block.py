@@ -69,7 +69,8 @@ class BlockDrafter:
         min_survival: cut the block where the confidence head thinks that the likeliest chain has
             come to its end with a higher probability; 0 never cuts.
         reader: read the target's states; None: if the checkpoint has a reader.
-        on_device: draft inside the round's graph (`block_device`), which needs a GPU.
+        on_device: draft inside the round's graph (`block_device`), which needs a GPU; None: there,
+            if its kernels can do it.
         longest: there, tokens of a row from which on it drafts nothing.
 
     Raises:
@@ -89,10 +90,11 @@ class BlockDrafter:
         window: int | None = None,
         min_survival: float = 0.0,
         reader: bool | None = None,
-        on_device: bool = False,
+        on_device: bool | None = False,
         longest: int = 4096,
     ) -> None:
-        require_flag("on_device", on_device)
+        if on_device is not None:
+            require_flag("on_device", on_device)
         require_int("longest", longest, 1, 1 << 20)
         self._on_device, self._longest = on_device, longest
         self._options = {
@@ -147,20 +149,28 @@ class BlockDrafter:
 
     def for_gpu(self, *, num_slots: int, max_nodes: int) -> Drafter:
         """See `TwofoldDrafter`."""
-        # Triton is imported where there is a GPU only.
         from specla.drafters.block_graph import GraphBlock
 
-        if self._on_device:
-            from specla.drafters.block_device import DeviceBlock
-
-            made = DeviceBlock(**self._options)
-            made.check_room(num_slots=num_slots, max_nodes=max_nodes)
-            return made
+        why = None
         try:
-            return GraphBlock(**self._options)
+            if self._on_device is not False:
+                # Triton is imported where there is a GPU only.
+                from specla.drafters.block_device import DeviceBlock
+
+                made = DeviceBlock(**self._options)
+                made.check_room(num_slots=num_slots, max_nodes=max_nodes)
+                return made
+        except ConfigError as error:
+            if self._on_device:
+                raise
+            why = f"trees are grown by the host: {error}"
+        try:
+            graphs = GraphBlock(**self._options)
         except ConfigError as error:
             self.info = replace(self.info, fallback=f"drafted by launches of the host: {error}")
             return self
+        graphs.info = replace(graphs.info, fallback=why)
+        return graphs
 
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
         """Load the weights beside a target's (see `FeatureDrafter`)."""
