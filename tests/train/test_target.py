@@ -241,7 +241,7 @@ def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(
         return Made()
 
     monkeypatch.setattr(lineup, "kind_of", kind_of)
-    monkeypatch.setattr(lineup, "Capture", lambda *_, **__: None)
+    monkeypatch.setattr(lineup, "Capture", lambda _, layers, **__: SimpleNamespace(layers=layers))
     engine = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
     deadline, notes = time.monotonic() + 9, list[str]()
     found = lineup.train_line_up(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,13 +238,16 @@ class _FeatureCache:
 
 
 def _all_layers(line_up: LineUp, model: TargetModel, tokenizer_hash: str) -> list[int]:
-    """Feature layers of the entries that start from nothing; readers stay within those."""
-    kinds = [
-        kind_of(one.kind, model, tokenizer_hash, {**one.schedule, "steps": ENDLESS}, one.options)
-        for one in line_up.entries
-        if one.start is None
-    ]
-    return sorted({layer for kind in kinds for layer in kind.feature_layers})
+    """Feature layers of the entries that start from nothing; readers stay within those. One that
+    cannot be made says so in its turn."""
+    found = set[int]()
+    for one in line_up.entries:
+        if one.start is None:
+            schedule = {**one.schedule, "steps": ENDLESS}
+            with suppress(SpeclaError):
+                kind = kind_of(one.kind, model, tokenizer_hash, schedule, one.options)
+                found.update(kind.feature_layers)
+    return sorted(found)
 
 
 def _train(
