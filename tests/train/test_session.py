@@ -100,6 +100,14 @@ def test_a_run_that_dies_goes_on_from_where_it_was_saved(
     again(every=2, minutes=9, note=lambda _: None)
     assert logged("died") == logged("whole")
 
+    monkeypatch.setattr(session, "SAVE_SECONDS", 99.0)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "early")(every=2, minutes=9, note=die)
+    anew = run(tmp_path / "early")
+    assert not anew.resumed
+    anew(every=2, minutes=9, note=lambda _: None)
+    assert logged("early") == logged("whole")
+
 
 def test_a_run_is_lengthened_by_what_there_is_time_for(
     target: TargetModel, texts: list[Text], tmp_path: Path

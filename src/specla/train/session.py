@@ -55,6 +55,9 @@ class Session(Generic[B]):
         trainer.team.wait()
         if self.resumed and trainer.team.main:
             _forget_after(trainer.step, folder / LOG)
+        elif trainer.team.main:
+            # Of a run that died before it was saved.
+            (folder / LOG).unlink(missing_ok=True)
 
     def __call__(
         self,
