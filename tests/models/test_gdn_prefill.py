@@ -15,11 +15,13 @@ import specla.models
 from specla.models.features import Features
 from specla.models.fla_gdn import FlaGDN
 from specla.models.toy import write_toy_checkpoint
+from specla.ops.contract import RecurrentShape
 from specla.state import State
 
 pytest.importorskip("triton")
 from specla.models.gdn_fused import _packed
 from specla.models.gdn_prefill import ChunkDecoder
+from specla.models.gdn_prefill_graphs import Places, ShortChunks
 
 
 class Played:
@@ -109,3 +111,34 @@ def test_short_chunks_are_padded_and_replayed(
         for a, b in zip(*committed, strict=True):
             for x, y in zip(a, b, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_is_copied_in_lists_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several torch copies tensor by tensor, on a GPU a hundred launches for each prompt."""
+    monkeypatch.setattr("specla.models.gdn_prefill_graphs.captured", played)
+    lists: list[set[torch.dtype]] = []
+    copy = torch._foreach_copy_
+
+    def watched(into: list[Tensor], given: list[Tensor]) -> None:
+        lists.append({x.dtype for x in (*into, *given)})
+        copy(into, given)
+
+    def launch(given: Tensor, places: Places, features: Features | None) -> None:
+        for S, tail in places:
+            S += int(given[0])
+            tail += 1
+
+    monkeypatch.setattr(torch, "_foreach_copy_", watched)
+    shape = RecurrentShape(
+        num_layers=3, num_key_heads=1, num_value_heads=1, key_dim=4, value_dim=2, conv_width=4
+    )
+    short = ShortChunks(launch, shape, torch.bfloat16, torch.device("cpu"))
+    places = [
+        (torch.full((1, 2, 4), float(i)), torch.full((3, 10), float(i), dtype=torch.bfloat16))
+        for i in range(3)
+    ]
+    short([7, 8, 9, 7, 8], places)
+    assert [float(S.mean()) for S, _ in places] == [5, 6, 7]
+    assert [float(tail.mean()) for _, tail in places] == [1, 2, 3]
+    assert len(lists) == 4
+    assert all(len(kinds) == 1 for kinds in lists)

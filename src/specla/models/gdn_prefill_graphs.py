@@ -57,18 +57,14 @@ class ShortChunks:
         """Advance S and tails by replaying the graph of these tokens' padded length."""
         layers = tuple(sorted(set(features.layers))) if features else ()
         graph, outputs = self._graph(-(-len(tokens) // CHUNK) * CHUNK, layers)
-        given, theirs = sent(tokens), [x for place in places for x in place]
+        given = sent(tokens)
         self._given[: len(given)].copy_(given)
-        torch._foreach_copy_(self._own, theirs)
+        _copy(self._places, places)
         graph.replay()
-        torch._foreach_copy_(theirs, self._own)
+        _copy(places, self._places)
         if features is not None:
             for layer in layers:
                 features.take(layer, outputs.output(layer)[: len(tokens)], copy=True)
-
-    @property
-    def _own(self) -> list[Tensor]:
-        return [x for place in self._places for x in place]
 
     def _graph(
         self, num_rows: int, layers: tuple[int, ...]
@@ -95,3 +91,10 @@ class ShortChunks:
             )
             for _ in range(s.num_layers)
         ]
+
+
+def _copy(into: Places, places: Places) -> None:
+    """S and tails. Lists of one dtype each: of several, torch copies tensor by tensor, which is a
+    launch for every one."""
+    for kind in (0, 1):
+        torch._foreach_copy_([x[kind] for x in into], [x[kind] for x in places])
