@@ -76,6 +76,15 @@ def test_compiles_for_hopper_without_barriers_in_the_walk(
     assert kernel.metadata.shared <= SHARED
 
 
+@pytest.mark.parametrize(("K", "V"), [(256, 16), (256, 48), (256, 96), (128, 96)])
+def test_tiles_are_the_whole_of_a_value_head_of_any_width(K: int, V: int) -> None:
+    shape = replace(WIDE, key_dim=K, value_dim=V)
+    for programs, nodes, branching in product((1, 8, 64, 512), (1, 16, 32, 64), (True, False)):
+        tile = stream_for(shape, programs, nodes, branching=branching)
+        assert V % tile.rows == 0, (programs, nodes, branching, tile)
+        assert tile.rows * lanes_for(K) in (tile.warps * 32 * rows for rows in (1, 2, 4))
+
+
 @pytest.mark.parametrize("heads", [(8, 8, 256, 256), (16, 32, 128, 128), (4, 4, 64, 64)])
 def test_a_tile_for_every_round(heads: tuple[int, int, int, int]) -> None:
     """It divides a value head, has 1, 2 or 4 rows a lane, and enough warps find room beside it."""

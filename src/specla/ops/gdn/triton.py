@@ -123,6 +123,7 @@ def walk(
         device = layer.S.device
         tile = hopper_tile(s, num_rows, num_nodes, parts, device, branching=branching, pdl=pdl)
     tile = tile or tile_for(s, num_rows * parts, branching=branching)
+    assert s.value_dim % tile.rows == 0, (s, tile)
     grid = (s.value_dim // tile.rows * s.num_value_heads, num_rows, parts)
     arguments = (
         layer.S,

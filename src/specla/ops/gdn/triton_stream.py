@@ -21,6 +21,7 @@ Source: as `ops.gdn.triton`; docs/adr/0015.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, NamedTuple
 
 import triton
@@ -66,16 +67,16 @@ def tile_for(
     elements = programs * shape.num_value_heads * shape.value_dim * shape.key_dim
     node_bytes = 8 * shape.key_dim * triton.next_power_of_2(num_nodes)
     two_rows = 8 * (32 // lanes)  # of four warps
-    long = shape.key_dim >= 256
-    if elements >= 1 << 24 and node_bytes <= 32768 and (long or not branching):
+    long, halves = shape.key_dim >= 256, shape.value_dim // two_rows
+    if elements >= 1 << 24 and node_bytes <= 32768 and (long or not branching) and not halves % 2:
         return StreamTile(2 * two_rows, 4, registers=168 if branching else 0)
-    if elements < 1 << 22 and node_bytes <= 98304 and long:
+    if elements < 1 << 22 and node_bytes <= 98304 and long and not halves % 2:
         # A few rows: fewer warps leave the products' weights room to come early.
         return StreamTile(2 * two_rows, 4)
     share = 4 if node_bytes > 98304 else 2 if node_bytes > 49152 else 1
     if branching and long and 1 << 22 <= elements < 1 << 24:
         share = max(share, 2)
-    share = min(share, shape.value_dim // two_rows)
+    share = gcd(share, halves)  # tiles are the whole of a value head
     return StreamTile(share * two_rows, share * 4)
 
 
