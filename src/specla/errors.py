@@ -21,6 +21,8 @@ Each message says what must hold, what was given, and what to do.
 
 from __future__ import annotations
 
+import sys
+
 
 class SpeclaError(Exception):
     """Base of every error specla raises on purpose. `exit_code` is what the CLI returns."""
@@ -86,3 +88,13 @@ class ExactnessUnavailable(SpeclaError):
 
 class KernelUnavailable(SpeclaError):
     """An explicitly requested implementation cannot run here. Nothing falls back silently."""
+
+
+def what_may_fail() -> tuple[type[Exception], ...]:
+    """For those who go on without what has failed: errors of ours, torch's own, and Triton's (no
+    room for a kernel), which are of no kind that torch knows."""
+    if "triton" not in sys.modules:
+        return SpeclaError, RuntimeError
+    from triton.errors import TritonError
+
+    return SpeclaError, RuntimeError, TritonError

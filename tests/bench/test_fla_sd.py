@@ -76,6 +76,21 @@ def test_what_goes_wrong_in_the_other_package_is_said_to_be_its_own() -> None:
         FlaSD(Model(), build("ngram"), (END,), None, "cpu")([5, 6, 7], params)  # type: ignore[arg-type]
 
 
+class OutOfResources(Exception):
+    """As Triton's, which is no RuntimeError."""
+
+
+@pytest.mark.parametrize("kind", [OutOfResources, AssertionError, IndexError])
+def test_whatever_the_other_package_raises_is_no_end_of_ours(kind: type[Exception]) -> None:
+    def broken(**_: object) -> None:
+        raise kind("no room")
+
+    with pytest.raises(KernelUnavailable, match=f"failed \\({kind.__name__}: no room"):
+        FlaSD(broken, build("ngram"), (END,), str, "cpu")(
+            [5, 6, 7], SamplingParams(temperature=0, max_tokens=4)
+        )
+
+
 def test_it_needs_a_gpu(tmp_path) -> None:
     with pytest.raises(KernelUnavailable, match="need a GPU"):
         load(tmp_path, "cpu")

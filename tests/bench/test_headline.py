@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from completions import completion
 
 from specla.bench import headline as h
@@ -70,6 +71,20 @@ def test_every_method_answers_a_prompt_before_the_next_and_none_after_the_deadli
     assert [s.error for s in samples].count("no") == 1
     late = h.take_turns(methods, order, PARAMS, time.monotonic() - 1)
     assert [(s.method, s.prompt.text) for s in late] == [("a", "gsm8k 0"), ("b", "gsm8k 0")]
+
+
+def test_what_a_device_cannot_do_is_one_methods_failure() -> None:
+    """Memory, in torch's words or in Triton's: minutes of the others' answers stay."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    said = [torch.OutOfMemoryError("none left"), errors.OutOfResources(300, 227, "shared memory")]
+
+    def run(text: str, params: SamplingParams) -> Completion:
+        raise said[0]
+
+    for error in list(said):
+        samples = h.take_turns([Method(name="a", run=run)], h.in_turn(SUITES)[:1], PARAMS, 0.0)
+        assert [one.error for one in samples] == [str(error)]
+        del said[0]
 
 
 def test_a_score_compares_the_same_prompts_only() -> None:

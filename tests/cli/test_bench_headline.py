@@ -6,14 +6,18 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from headline_data import MIXED_KINDS, make_data
 
-from specla.cli import main
+from specla.cli import headline_steps, main
 from specla.cli.bench_headline import _verdict
 from specla.cli.headline_progress import Plan, Progress
 from specla.cli.headline_steps import contenders
@@ -132,6 +136,54 @@ def test_a_batch_that_is_not_ars_has_an_exit_code_of_its_own(capsys: CAPTURE) ->
     assert "not identical: tree, budget, batch of 64: 63" in capsys.readouterr().err
     assert _verdict(measured | {"unanswered": ["x"]}) == 1
     assert "failed: x: why" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("child", "says"),
+    [
+        ("pass", ""),
+        ("raise SystemExit(3)", "beside training failed (3): its loop will take longer"),
+        ("import time; time.sleep(60)", "beside training was not done: its loop"),
+    ],
+)
+def test_what_became_of_the_tuning_beside_training_is_said(
+    child: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: CAPTURE
+) -> None:
+    """And nothing of it is left when the step ends, whether or not that failed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def tune_beside(folder: Path, device: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", child]))
+        return started[0]
+
+    def train_line_up(*_: object, **__: object) -> None:
+        if "sleep" not in child:
+            started[0].wait()
+        raise RuntimeError("no memory")
+
+    llm = SimpleNamespace(engine=None, tokenizer=SimpleNamespace(digest=""))
+    monkeypatch.setattr("specla.bench.fla_sd.tune_beside", tune_beside)
+    monkeypatch.setattr("specla.train.lineup.train_line_up", train_line_up)
+    monkeypatch.setattr(headline_steps, "load", lambda *_: llm)
+    with pytest.raises(RuntimeError, match="no memory"):
+        headline_steps._drafters(
+            plan(tmp_path, device="cuda"), Progress(plan(tmp_path)), 0.0, None
+        )
+    assert started[0].returncode is not None
+    err = capsys.readouterr().err
+    assert says in err if says else not err
+
+
+def test_flas_loop_is_not_begun_without_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured last: what a machine's time limit ends there is lost with all before it."""
+    monkeypatch.setattr("specla.bench.fla_sd.load", lambda *_: pytest.fail("it was loaded"))
+    missing: dict[str, str] = {}
+    past = time.monotonic() - 1
+    found = headline_steps._foreign(plan(tmp_path), None, [], None, past, missing)  # type: ignore[arg-type]
+    assert found == []
+    assert missing == {"FLA-SD": headline_steps.NO_TIME}
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import numpy as np
 
 from specla.bench.loops import has_loop
 from specla.bench.measure import Method, Prompt, Sample
-from specla.errors import SpeclaError
+from specla.errors import what_may_fail
 from specla.request import Completion, SamplingParams
 
 AR, CHAIN, TREE, PRUNED = "AR", "chain", "tree", "tree + pruning"
@@ -91,7 +91,7 @@ def take_turns(
 def _sample(method: Method, prompt: Prompt, params: SamplingParams) -> Sample:
     try:
         done = method.run(prompt.text, params)
-    except SpeclaError as error:
+    except what_may_fail() as error:
         return Sample(
             method=method.name, prompt=prompt, completion=None, decode_s=0.0, error=str(error)
         )

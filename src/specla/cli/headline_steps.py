@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from specla.cli.headline_progress import DRAFTERS, MEASURE, STEPS, TARGET, Plan,
 from specla.cli.loading import checked, load, prompt_format, runner, user_turn
 from specla.cli.options import EngineOptions
 from specla.cli.records import dumps
-from specla.errors import SpeclaError
+from specla.errors import SpeclaError, what_may_fail
 from specla.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -99,8 +100,19 @@ def _drafters(
         )
     finally:
         if tuning is not None:
-            tuning.kill()
+            _end(tuning)
     return {"entries": lineup.record(found)}
+
+
+def _end(tuning: subprocess.Popen[bytes]) -> None:
+    """It has no business in what is measured next. Done it is long before; if not, fla's loop
+    tunes what is left in its own time."""
+    code = tuning.poll()
+    tuning.kill()
+    tuning.wait()
+    if code != 0:
+        why = "was not done" if code is None else f"failed ({code})"
+        note(f"tuning fla's kernels beside training {why}: its loop will take longer")
 
 
 def _engine(plan: Plan, drafter: str, *, slots: int = 1, budget: str = "off") -> EngineOptions:
@@ -201,12 +213,16 @@ def _foreign(
     until: float,
     missing: dict[str, str],
 ) -> list[Sample]:
-    """fla's own loop on the first prompts, as far as the time allows."""
+    """fla's own loop on the first prompts, as far as the time allows. Loading and compiling it may
+    take a minute, so without any time left it is not begun."""
     from specla import drafters
     from specla.bench import fla_sd
     from specla.bench.headline import take_turns
     from specla.bench.measure import Method
 
+    if time.monotonic() > until:
+        missing[fla_sd.NAME] = NO_TIME
+        return []
     try:
         loop = fla_sd.FlaSD(
             fla_sd.load(plan.checkpoint, plan.device), drafters.build("ngram"),
@@ -222,7 +238,7 @@ def _foreign(
         if not any(one.completion for one in samples):
             raise SpeclaError(samples[0].error)
         return samples
-    except (SpeclaError, RuntimeError) as error:
+    except what_may_fail() as error:
         missing[fla_sd.NAME] = str(error).split("\n")[0]
         note(f"{fla_sd.NAME} is missing: {missing[fla_sd.NAME]}")
         return []
@@ -258,7 +274,7 @@ def _methods(
         note(f"loading {one.name}")
         try:
             llm = _load(plan, one, entries, 1, tick)
-        except (SpeclaError, RuntimeError) as error:
+        except what_may_fail() as error:
             if plain is None:
                 raise
             missing[one.name] = str(error).split("\n")[0]
@@ -294,7 +310,7 @@ def _batches(
             _load(plan, by_name[which], entries, plan.batch, tick)
             for which in (bench.AR, bench.BUDGET)
         ]
-    except (SpeclaError, RuntimeError) as error:
+    except what_may_fail() as error:
         missing[name] = str(error).split("\n")[0]
         return [], []
     runs = [_all_at_once(llm, params) for llm in engines]
@@ -318,7 +334,7 @@ def _each_batch(
         prompts = [p.text for p in suites(plan.data, size)[suite]]
         try:
             one, more = bench.in_batch(suite, bench.BUDGET, prompts, *runs)
-        except (SpeclaError, RuntimeError) as error:
+        except what_may_fail() as error:
             missing[which] = str(error).split("\n")[0]
             continue
         batches.append(one)

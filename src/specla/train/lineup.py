@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from specla.engine.engine import Engine
-from specla.errors import SpeclaError
+from specla.errors import SpeclaError, what_may_fail
 from specla.models.base import TargetModel
 from specla.request import SamplingParams
 from specla.train.capture import Capture, Text
@@ -172,7 +172,7 @@ def train_line_up(
             one = _train(
                 features, tokenizer_hash, work, entry, line_up.probe, texts, seconds, tick, note
             )
-        except (SpeclaError, RuntimeError) as error:
+        except what_may_fail() as error:
             one = Trained(name=entry.name, kind=entry.kind, missing=str(error).split("\n")[0])
         if one.missing is not None:
             note(f"{entry.name} is missing: {one.missing}")
