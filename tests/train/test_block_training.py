@@ -170,6 +170,24 @@ def test_the_forward_is_that_of_use(
         torch.testing.assert_close(logits[a], want, rtol=1e-3, atol=2e-4)
 
 
+def test_attention_with_a_mask_is_not_cudnns(
+    target: TargetModel, texts: list[Text], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, asked = steps_for(target, texts, block_config(target.info)), list[bool]()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(*given: Any, **options: Any) -> Tensor:
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*given, **options)
+
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    steps.loss(packer_for(target)([texts[:2], texts[2:3]]))
+    assert asked
+    assert not any(asked)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_states_are_those_before_the_anchor(target: TargetModel, texts: list[Text]) -> None:
     """Of texts in a row and in the next one, at a text's start and beyond a chunk's end."""
     engine, (one, two, three) = make_engine(target, log=16), texts[:3]

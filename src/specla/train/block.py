@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specla.drafters.block_config import BlockConfig, expected_tensors
 from specla.drafters.block_files import save_drafter, save_reader
@@ -32,6 +33,10 @@ from specla.drafters.reader import Reader, ReaderConfig, reader_tensors
 from specla.models.weights import Shape
 from specla.ops.transfer import sent
 from specla.train.block_batches import BlockBatch
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of attention. Not cuDNN's, which torch 2.11 takes first on Hopper: with a mask its gradients can
+be NaN (keys 64 beyond a multiple of 128), and it plans anew for every number of keys."""
 
 
 class Named(nn.Module):
@@ -206,7 +211,8 @@ def _attend(
         k, v = (torch.cat(x, dim=1) for x in zip(past, own_rows, strict=True))
         q, k, v = (x.transpose(1, 2) for x in (q, k.to(q.dtype), v.to(q.dtype)))
         grouped = q.shape[1] != k.shape[1]
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[kind], enable_gqa=grouped)
+        with sdpa_kernel(KERNELS):
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[kind], enable_gqa=grouped)
         return seats.by_anchor(o.transpose(1, 2), n).flatten(2).flatten(0, 1)
 
     return attend
