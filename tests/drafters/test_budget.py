@@ -189,7 +189,28 @@ def test_one_fresh_row_of_many_changes_little() -> None:
     assert not budget.account.on
     old = [row(slot=slot, output=9) for slot in range(2, 17)]
     assert not any(one.max_drafts for one in budget.ask([row(), *old]))
+    budget.rested()
     assert all(one.max_drafts for one in budget.ask([row(slot=s) for s in range(1, 17)]))
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_fresh_row_counts_once_however_often_a_round_is_asked_about(is_on: bool) -> None:
+    """An engine on a GPU asks whether drafting rests, and then for drafts."""
+    asked, told = (Budget("x", MAX_NODES, CALLS) for _ in "ab")
+    for budget in (asked, told):
+        budget.account.on = is_on
+        budget._gain, budget._wait, budget._pause = 0.2, 64.0, 64.0
+    rows = [row(slot=i, output=i % 2) for i in range(4)]
+    for _ in range(2):
+        told.rests(4, 2)
+    for budget in (asked, told):
+        budget.ask(rows)
+    assert asked._gain == told._gain == (0.1 if is_on else 0.2)
+    assert asked._wait == told._wait == (64 if is_on else 32)
+    for budget in (asked, told):
+        budget.rested()
+        budget.ask(rows)
+    assert told._gain == asked._gain == (0.05 if is_on else 0.2)
 
 
 def test_looking_is_bounded_and_goes_on() -> None:

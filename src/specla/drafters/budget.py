@@ -142,7 +142,7 @@ class Budget:
         self._pause = self._wait = 1.0  # rounds without drafts between looks; still to come
         self._used: deque[int] = deque([max_nodes], maxlen=WINDOW)
         self._calls: dict[int, float] = {}  # microseconds of a call, by what was asked for
-        self._is_warm = False
+        self._is_warm = self._has_met = False
         self._known: dict[tuple[int, float], tuple[float, int]] = {}
         self._asked = 0
         self._spent = 1.0  # by the round that was chosen last, in AR steps
@@ -165,14 +165,17 @@ class Budget:
 
     def rested(self) -> None:
         """A round of plain decoding went by."""
+        self._has_met = False
         self.account.book(0.0)
         self._wait -= 1
 
     def _meet(self, share: float) -> None:
         """So much of the batch is prompts of which nothing is known yet: what the last texts
-        came to counts for as much less, for good or bad."""
-        if not share:
+        came to counts for as much less, for good or bad. Once a round, however often it is asked
+        about: on a GPU the host also is one behind."""
+        if not share or self._has_met:
             return
+        self._has_met = True
         if self.account.on:
             self._gain *= 1 - share
             self.account.stake(STAKE / share)
@@ -308,6 +311,7 @@ class Budget:
 
     def observe(self, seen: Sequence[Observation], reason: str) -> None:
         """What became of the trees that `choose` has let through. reason: its decision's."""
+        self._has_met = False
         for one in seen:
             self.survival.observe(one.tree, one.path, len(one.emitted), one.slot)
         if self.fixed is not None or not seen:
