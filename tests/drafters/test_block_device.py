@@ -25,6 +25,7 @@ from specla.models.base import TargetModel
 from specla.ops.contract import DeviceRound
 
 pytest.importorskip("triton")
+from specla.drafters import triton_block
 from specla.drafters.block_device import DeviceBlock
 from specla.drafters.block_layer import BlockLayer
 
@@ -208,6 +209,32 @@ def test_runs_repeat_and_rows_do_not_see_each_other(tmp_path: Path, target: Targ
     assert torch.equal(alone, beside)
 
 
+@pytest.mark.parametrize(
+    ("width", "dtype", "stages"),
+    [(256, torch.bfloat16, 3), (128, torch.float32, 3), (256, torch.float32, 1)],
+)
+def test_wide_heads_are_not_asked_for_ahead(
+    width: int, dtype: torch.dtype, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tiles of them do not fit a multiprocessor."""
+    launched: list[dict[str, Any]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **meta: launched.append(meta)
+
+    monkeypatch.setattr(triton_block, "_attend_kernel", Kernel())
+    ints = torch.zeros(2, 7, dtype=torch.int32)
+    given = triton_block.Given(*[ints[:, 0]] * 3, ints, *[ints[:, 0]] * 2)
+    cursors = triton_block.Cursors(*[ints[:, 0]] * 2)
+    parts = triton_block.Parts(torch.zeros(14, 2, 1, width), torch.zeros(14, 2, 1, 2))
+    kept, o = (torch.zeros(*size, dtype=dtype) for size in ((2, 3, 8, 2, width), (14, 2 * width)))
+    triton_block.attend(
+        o, given, ints[:, 0], cursors, *[o] * 3, kept, parts, o, 1e-6, window=None, causal=False
+    )
+    assert launched[0]["num_stages"] == stages
+
+
 def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
     def folder(name: str, **sizes: Any) -> str:
         return str(write_block(tmp_path / name, block_config(target.info, **sizes)))
@@ -219,6 +246,7 @@ def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
         r"top_k must be an integer in \[1, 8\]": (plain, {"top_k": 9}, 4),
         "min_survival must be 0 with on_device": (plain, {"min_survival": 0.1}, 4),
         "64 positions, got 65": (folder("long", block_size=65), {}, 4),
+        "256 numbers, got 258": (folder("wide", head_dim=258), {}, 4),
         "multiples of 8, got 44": (folder("odd", intermediate_size=44), {}, 4),
         "1024 rows at once": (plain, {}, 200),
         "1024 positions of all slots' blocks, got 1280": (plain, {"max_depth": 1}, 200),
@@ -247,6 +275,7 @@ def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
     assert isinstance(form, DeviceBlock)
     assert (form._top_k, form.info.max_depth, form._tau, form._longest) == (3, 4, 2.0, 99)
     assert form.info.priced_as.endswith(" on_device")
+    assert form.info.may_return_nothing  # of a row that has grown too long
     assert form.info.fallback is None
     assert form.for_gpu(num_slots=4, max_nodes=16) is form
     assert form.depths(16) == (3, 4)

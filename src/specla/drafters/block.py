@@ -71,7 +71,7 @@ class BlockDrafter:
         reader: read the target's states; None: if the checkpoint has a reader.
         on_device: draft inside the round's graph (`block_device`), which needs a GPU; None: there,
             if its kernels can do it.
-        longest: there, tokens of a row from which on it drafts nothing.
+        longest: there, most tokens of a row that it drafts for.
 
     Raises:
         ConfigError: an option is out of range or asks for what the checkpoint does not have, or

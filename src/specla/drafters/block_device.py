@@ -38,14 +38,16 @@ from specla.topology.tree import DraftTree
 
 MAX_BLOCK = 64
 """Positions of a block: one tile of keys."""
+MAX_HEAD = 256
+"""Width of a head: a tile of keys and one of values fit a multiprocessor."""
 
 
 class DeviceBlock(GraphBlock):
     """`BlockDrafter` whose rounds on a GPU need no host; the same options, top_k up to MAX_TOP_K.
 
     Raises:
-        ConfigError: it cannot be one: it reads states, asks for min_survival, its block is too
-            long or its MLP's width is not a multiple of 8.
+        ConfigError: it cannot be one: it reads states, asks for min_survival, its block or its
+            heads are too long or its MLP's width is not a multiple of 8.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -53,13 +55,15 @@ class DeviceBlock(GraphBlock):
         require_int("top_k", self._top_k, 1, MAX_TOP_K)
         require(not self._min_survival, "min_survival", "0 with on_device", self._min_survival)
         self._refuse("a block of at most", MAX_BLOCK, "positions", self.config.block_size)
+        self._refuse("heads of at most", MAX_HEAD, "numbers", self.config.head_dim)
         if self.config.intermediate_size % GROUP:
             raise ConfigError(
                 f"drafting on the device needs an intermediate_size in multiples of {GROUP}, got "
                 f"{self.config.intermediate_size}; leave on_device out"
             )
         variant = self.info.variant.removesuffix("graphs")
-        self.info = replace(self.info, variant=f"{variant}on_device")
+        # For a row that has grown too long.
+        self.info = replace(self.info, variant=f"{variant}on_device", may_return_nothing=True)
         self._layer: BlockLayer | None = None
 
     def for_gpu(self, *, num_slots: int, max_nodes: int) -> DeviceBlock:

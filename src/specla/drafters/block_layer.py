@@ -56,7 +56,7 @@ class BlockLayer(Chain):
         model: its weights, of which what the kernels want otherwise is packed besides.
         kept: the caches, [layers, 2, slots, room, H, d].
         windows: how far each layer's positions see; None: all the way.
-        longest: tokens of a row from which on nothing is drafted.
+        longest: most tokens of a row that is drafted for.
     """
 
     def __init__(

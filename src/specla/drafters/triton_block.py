@@ -32,6 +32,8 @@ TILE = 64
 """Tokens of a context's tile, and most queries of a program."""
 LEAST = 16
 """Rows and columns that a product of tiles must have."""
+WIDE = 512
+"""Bytes of a head above which two tiles of keys and values do not fit a multiprocessor."""
 PARTS, UNDIVIDED = 8, 512
 """Parts of a context, where there is room for more tokens than the second."""
 _INF = tl.constexpr(float("inf"))
@@ -70,6 +72,11 @@ class Parts(NamedTuple):
 def num_parts(room: int) -> int:
     """For contexts of up to `room` tokens."""
     return PARTS if room > UNDIVIDED else 1
+
+
+def stages_for(head: int) -> int:
+    """Of `attend`'s pipeline, for heads of so many bytes."""
+    return 1 if head > WIDE else 3
 
 
 def begin(
@@ -208,6 +215,7 @@ def attend(
         CAUSAL=causal,
         PDL=pdl,
         num_warps=4 if queries * width <= 32 * 128 else 8,
+        num_stages=stages_for(width * kept.element_size()),
         launch_pdl=pdl,
     )
     if num > 1:
