@@ -147,6 +147,15 @@ def test_the_order_of_additions_is_the_weights(
             assert launch.grid[1] * launch.meta["BLOCK_O"] >= outputs
 
 
+@pytest.mark.parametrize(("inputs", "asked"), [(256, 256), (264, 256), (260, 0), (128, 0)])
+def test_what_is_asked_for_ahead_is_aligned(inputs: int, asked: int) -> None:
+    """Rows of the weight start at multiples of 16 bytes, or nothing is."""
+    tiling = tiling_for(32000, inputs, "plain")
+    for pdl in (False, True):
+        launch = launch_for(32000, inputs, "plain", tiling, 65, pdl=pdl)
+        assert launch.meta["PREFETCH"] == asked * pdl
+
+
 def test_workspace_holds_every_row_count() -> None:
     product = linear("partials", torch.bfloat16)
     for max_rows in (1, 64, gemm.IN_REGISTERS - 1, gemm.IN_REGISTERS, gemm.MAX_ROWS):

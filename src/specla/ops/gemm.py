@@ -108,6 +108,8 @@ def launch_for(
         t, block_m = _for_many_rows(tiling, num_rows, outputs, grid_spans)
     elif not INTERPRET:
         block_m = max(16, triton.next_power_of_2(num_rows))
+    # What is asked into L2 starts at a multiple of 16 bytes.
+    asks = pdl and inputs % 8 == 0 and t.prefetch <= inputs - (spans - 1) * t.span
     meta = {
         "OUT": outputs,
         "IN": inputs,
@@ -117,7 +119,7 @@ def launch_for(
         "BLOCK_M": block_m,
         "BLOCK_K": t.block_k,
         "KIND": kind,
-        "PREFETCH": t.prefetch if pdl and t.prefetch <= inputs - (spans - 1) * t.span else 0,
+        "PREFETCH": t.prefetch if asks else 0,
         "PDL": pdl,
         "num_warps": t.warps,
         "num_stages": _stages(t, block_m),
