@@ -36,6 +36,7 @@ from specla.engine.text import Decoder
 from specla.errors import InvalidTree
 from specla.models.base import TargetModel
 from specla.models.features import Features
+from specla.ops.transfer import wait
 from specla.request import Request, StreamDelta
 from specla.sampling.accept import Verdict, accept
 from specla.sampling.draw import InvalidLogits
@@ -196,8 +197,7 @@ class Engine:
         if not rows:
             return []
         with self._dropping(rows):
-            for row in rows:
-                row.start_decoding()
+            self._start_decoding(rows)
             if self._graphs is None:
                 return self._finish(rows, self._round(rows))
             with self.stats.phase("verify"):
@@ -357,6 +357,16 @@ class Engine:
                 for slot in self.scheduler.share_prefill(row):
                     if isinstance(self.drafter, FeatureDrafter):
                         self.drafter.fork(row.slot, slot)
+
+    def _start_decoding(self, rows: Sequence[Running]) -> None:
+        """The clock of new rows' rounds starts when the device is through their prompts, which so
+        far have only been launched."""
+        new = [row for row in rows if row.decode_start is None]
+        if new:
+            with self.stats.phase("prefill"), new[-1].timing("prefill"):
+                wait(self.state.device)
+        for row in new:
+            row.start_decoding()
 
     def _finish(self, rows: Sequence[Running], verdicts: Sequence[Verdict]) -> list[StreamDelta]:
         # Of the round that these verdicts are about: the device may be at another one by now.

@@ -23,3 +23,9 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 def ints(values: Sequence[int], device: torch.device) -> Tensor:
     """int64 [n] on `device`, or on their way there."""
     return sent(torch.tensor(values, dtype=torch.int64), device)
+
+
+def wait(device: torch.device) -> None:
+    """Until `device` is through what was launched there; a CPU is."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
