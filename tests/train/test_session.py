@@ -113,7 +113,7 @@ def test_a_run_is_lengthened_by_what_there_is_time_for(
     target: TargetModel, texts: list[Text], tmp_path: Path
 ) -> None:
     """Its rate falls to the new end; nothing is written that nobody goes on from, and no look is
-    taken twice."""
+    taken twice. Of drafters with equal figures the last is kept."""
     trainer = trainer_for(
         target, texts, Recipe(rows=1, length=40, unroll=2, steps=3, lr=1e-3, warmup=1)
     )
@@ -124,3 +124,6 @@ def test_a_run_is_lengthened_by_what_there_is_time_for(
     assert [note.split()[1] for note in notes] == ["0", "3", "5"]
     assert trainer.optimizers[-1].param_groups[0]["lr"] == 1e-3 * rate(4 / 5, 4, 1, floor=0.02)
     assert not list(tmp_path.glob("trainer*"))
+    trainer.keep(tmp_path / "last")
+    last, kept = (load_file(tmp_path / x / "model.safetensors") for x in ("last", "checkpoint"))
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in last.items())

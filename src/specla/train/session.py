@@ -2,8 +2,8 @@
 """One run in a folder: steps, with figures on held-out texts between them.
 
 trainer.safetensors is what it goes on from (it has every weight three times over, so it is not
-written at every look), log.csv has the figures, checkpoint/ is the drafter
-with the best held-out tau so far. In a team, the main process looks and writes.
+written at every look), log.csv has the figures, checkpoint/ is the drafter with the best held-out
+tau so far, of equals the last. In a team, the main process looks and writes.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class Session(Generic[B]):
     def _look(self, loss: float, note: Callable[[str], None]) -> Figures:
         trainer = self._steps
         found = trainer.figures(self._held_out)
-        if found.tau > trainer.best:
+        # Of equals the one that has learned more: figures of few texts do not show all of it.
+        if found.tau >= trainer.best:
             trainer.best = found.tau
             trainer.keep(self.folder / CHECKPOINT)
         row = {
