@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
-import torch
 from engine_harness import (
     END,
     VOCAB,
@@ -397,26 +395,3 @@ def test_oracle_depth_is_the_round(target: TargetModel) -> None:
     truth = truth_of([one], plain(target, [one]))
     done = drive(make_engine(target, OracleDrafter(truth, depth=6), nodes=8), [one])
     assert done.completions["a"].speculation.acceptance_histogram == (0, 0, 0, 0, 0, 0, 3)
-
-
-def test_a_prompt_is_no_part_of_decoding_time(
-    target: TargetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU it has only been launched when the host goes on: the device is waited for, once."""
-    engine = make_engine(target)
-    waits: list[int] = []
-
-    def wait(device: torch.device) -> None:
-        time.sleep(0.02)
-        rows = engine.scheduler.ready()
-        waits.append(sum(row.decode_start is None for row in rows))
-
-    monkeypatch.setattr("specla.engine.engine.wait", wait)
-    for one in REQUESTS[:2]:
-        engine.add(one)
-    seen = [row for _ in range(4) for _ in engine.step() for row in engine.scheduler.ready()]
-    assert sum(waits) == 2
-    assert all(waits)
-    prefill = {row.slot: row.seconds["prefill"] for row in seen}
-    assert sum(prefill.values()) >= 0.02 * len(waits)
-    assert engine.stats.seconds["prefill"] >= 0.02 * len(waits)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
 from engine_harness import Run, check_counts, drive, make_engine, plain, request, truth_of
 from engine_requests import EVERY, LOOP, WALK, build, mixed
 from hypothesis import given
@@ -167,3 +170,26 @@ def test_acceptance_adds_up(rounds: list[tuple[int, int, bool]]) -> None:
     cuts = sum(1 for _, accepted, is_cut in rounds if is_cut and accepted)
     assert a.emitted == a.rounds + a.accepted - cuts
     assert all(0 <= rate <= 1 for rate in a.by_depth)
+
+
+def test_a_prompt_is_no_part_of_decoding_time(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it has only been launched when the host goes on: the device is waited for, once."""
+    engine = make_engine(target)
+    waits: list[int] = []
+
+    def wait(device: torch.device) -> None:
+        time.sleep(0.02)
+        rows = engine.scheduler.ready()
+        waits.append(sum(row.decode_start is None for row in rows))
+
+    monkeypatch.setattr("specla.engine.engine.wait", wait)
+    for one in (request("loop", LOOP, max_tokens=12), request("walk", WALK, max_tokens=12)):
+        engine.add(one)
+    seen = [row for _ in range(4) for _ in engine.step() for row in engine.scheduler.ready()]
+    assert sum(waits) == 2
+    assert all(waits)
+    prefill = {row.slot: row.seconds["prefill"] for row in seen}
+    assert sum(prefill.values()) >= 0.02 * len(waits)
+    assert engine.stats.seconds["prefill"] >= 0.02 * len(waits)
