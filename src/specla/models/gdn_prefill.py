@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from specla.config import PrefillKernels
 from specla.models.features import Features
-from specla.models.gdn_prefill_graphs import FIRST, Places, ShortChunks, sent
+from specla.models.gdn_prefill_graphs import FIRST, Places, ShortChunks, to_send
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import rows
 from specla.ops.contract import RecurrentShape
@@ -68,11 +68,11 @@ class ChunkDecoder:
         if self._short.takes(len(tokens)):
             self._short(tokens, places, features)
         else:
-            self.launch(sent(tokens).to(self._device), places, features)
+            self.launch(to_send(tokens).to(self._device), places, features)
         state.advance(slot, len(tokens))
 
     def launch(self, given: Tensor, places: Places, features: Features | None) -> None:
-        """Advance S and tail of every layer over the tokens of `given` (see `sent`)."""
+        """Advance S and tail of every layer over the tokens of `given` (see `to_send`)."""
         x, h = self._embed(given)
         count, num_rows = given[:1], len(x)
         inputs = prefill.allocate(self._shape, num_rows, self._operands, self._device)

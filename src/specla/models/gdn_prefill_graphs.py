@@ -28,14 +28,15 @@ Places = Sequence[tuple[Tensor, Tensor]]
 Launch = Callable[[Tensor, Places, Features | None], None]
 
 
-def sent(tokens: Sequence[int]) -> Tensor:
+def to_send(tokens: Sequence[int]) -> Tensor:
     """int32 [FIRST + T]: their number, then at FIRST the tokens. One transfer."""
     return torch.tensor([len(tokens), *[0] * (FIRST - 1), *tokens], dtype=torch.int32)
 
 
 class ShortChunks:
     """Args:
-    launch: over what was `sent`, S and tails, with outputs of layers where features are asked for.
+    launch: over what `to_send` gave, S and tails, with outputs of layers where features are asked
+        for.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ShortChunks:
         """Advance S and tails by replaying the graph of these tokens' padded length."""
         layers = tuple(sorted(set(features.layers))) if features else ()
         graph, outputs = self._graph(-(-len(tokens) // CHUNK) * CHUNK, layers)
-        given = sent(tokens)
+        given = to_send(tokens)
         self._given[: len(given)].copy_(given)
         _copy(self._places, places)
         graph.replay()
