@@ -268,7 +268,7 @@ def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
 
 
 def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
-    """The device's where it is asked for, else the one that has been so far."""
+    """The device's, unless it is not wanted."""
     path = str(write_block(tmp_path, block_config(target.info)))
     options: dict[str, Any] = {"path": path, "top_k": 3, "max_depth": 4, "tau": 2.0}
     form = BlockDrafter(**options, on_device=True, longest=99).for_gpu(num_slots=4, max_nodes=16)
@@ -279,10 +279,8 @@ def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
     assert form.info.fallback is None
     assert form.for_gpu(num_slots=4, max_nodes=16) is form
     assert form.depths(16) == (3, 4)
-    assert type(BlockDrafter(**options, on_device=None).for_gpu(num_slots=4, max_nodes=16)) is (
-        DeviceBlock
-    )
-    other = BlockDrafter(**options).for_gpu(num_slots=4, max_nodes=16)
+    assert type(BlockDrafter(**options).for_gpu(num_slots=4, max_nodes=16)) is DeviceBlock
+    other = BlockDrafter(**options, on_device=False).for_gpu(num_slots=4, max_nodes=16)
     assert type(other) is GraphBlock
     assert not isinstance(other, DeviceDrafter)
     assert other.info.fallback is None

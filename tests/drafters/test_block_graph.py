@@ -142,11 +142,11 @@ def test_it_can_be_bound_again_with_more_slots(tmp_path: Path, target: TargetMod
 
 def test_one_that_reads_states_has_no_graphs(tmp_path: Path, target: TargetModel) -> None:
     write_block(tmp_path, block_config(target.info), reader_config(target.info))
-    drafter = BlockDrafter(path=str(tmp_path))
+    drafter = BlockDrafter(path=str(tmp_path), on_device=False)
     assert drafter.for_gpu(num_slots=1, max_nodes=4) is drafter
     assert drafter.info.fallback is not None
     assert "state reader" in drafter.info.fallback
-    without = BlockDrafter(path=str(tmp_path), reader=False, **OPTIONS)
+    without = BlockDrafter(path=str(tmp_path), reader=False, on_device=False, **OPTIONS)
     made = without.for_gpu(num_slots=1, max_nodes=4)
     assert isinstance(made, GraphBlock)
     assert made.info.priced_as == f"{without.info.priced_as} graphs"

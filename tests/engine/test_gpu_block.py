@@ -87,7 +87,8 @@ def test_it_changes_no_token(kind: str, reads: bool, tmp_path: Path) -> None:
     """As graphs, with a context that outgrows its first room, or eagerly with a reader."""
     config = block_config(target().info, **{**SIZES, **KINDS[kind]})
     write_block(tmp_path, config, reader_config(target().info, state_layers=(1, 3), rank=8))
-    drafter = BlockDrafter(path=str(tmp_path), tau=50.0, reader=None if reads else False)
+    reader = None if reads else False
+    drafter = BlockDrafter(path=str(tmp_path), tau=50.0, reader=reader, on_device=False)
     forms = set[type]()
     done = decode(drafter, 8, lambda engine: forms.add(type(engine.drafter)))
     assert tokens(done) == plain()

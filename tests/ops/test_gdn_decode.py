@@ -27,6 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from specla.ops.gdn import triton as kernels  # noqa: E402
 from specla.ops.gdn import triton_decode as decode  # noqa: E402
+from specla.ops.walk import compile_walks  # noqa: E402
 
 WIDE = RecurrentShape(
     num_layers=1, num_key_heads=8, num_value_heads=8, key_dim=256, value_dim=256, conv_width=4
@@ -143,6 +144,7 @@ def one_node_each(
         state.logs[slot].ring_len, state.logs[slot].path = logs[slot % 4]
     rnd = state.begin(slots, [DraftTree((0,), (-1,))] * rows).round  # type: ignore[union-attr]
     rnd.num_nodes[4::5] = 0
+    compile_walks(rnd)
     workspace = kernels.Workspace.allocate(shape, rows, torch.bfloat16, "cuda")
     for tensor in (workspace.q, workspace.v, workspace.beta):
         tensor.copy_(normal(tensor.shape) * 0.3)

@@ -90,7 +90,7 @@ class BlockDrafter:
         window: int | None = None,
         min_survival: float = 0.0,
         reader: bool | None = None,
-        on_device: bool | None = False,
+        on_device: bool | None = None,
         longest: int = 4096,
     ) -> None:
         if on_device is not None:
