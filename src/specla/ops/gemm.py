@@ -35,6 +35,7 @@ from specla.ops.rows import round_to, silu
 
 if TYPE_CHECKING:
     from specla.ops.gemm_stream import StreamLinear
+    from specla.ops.gemm_wide import WideLinear
 
 Kind = Literal["plain", "swiglu", "partials"]
 
@@ -45,6 +46,9 @@ IN_REGISTERS = 768
 PROCESSORS = 132
 # Rows above which tiles are chosen for arithmetic, not for bytes in flight.
 FEW_ROWS = 64
+# Rows above that and up to here are `ops.gemm_wide`'s, where a weight has that form. 0: none, as
+# it has not been measured yet; MAX_ROWS: all.
+WIDE_ROWS = 0
 # Gate and up rows alternate in groups of 8: both halves of a 16-row fragment of the tensor cores'
 # result belong to the same thread.
 GROUP = 8
@@ -175,7 +179,7 @@ class PackedLinear:
 
     For kind "swiglu" the weight has been through `pack_swiglu`. All linears of one chain of
     kernels agree on `pdl` (see the module's text). stream: what serves few rows instead (see
-    `ops.gemm_stream`), with the same bits.
+    `ops.gemm_stream`), with the same bits; wide: up to WIDE_ROWS of them (`ops.gemm_wide`).
     """
 
     def __init__(
@@ -186,6 +190,7 @@ class PackedLinear:
         outputs, inputs = weight.shape
         self.tiling = tiling or tiling_for(outputs, inputs, kind)
         self.stream: StreamLinear | None = None
+        self.wide: WideLinear | None = None
         self._pdl = pdl
         self._launches: dict[int, Launch] = {}
 
@@ -213,6 +218,9 @@ class PackedLinear:
             self.stream(x, out)
             return
         launch = self._launch(num_rows)
+        if self.wide and num_rows <= WIDE_ROWS:
+            self.wide(x, out, launch.num_partials)
+            return
         _gemm_kernel[launch.grid](x, self.weight, out, num_rows, **launch.meta)
 
     def _launch(self, num_rows: int) -> Launch:
