@@ -51,7 +51,10 @@ class Behind(GraphRounds):
         self._model, self._state, self._drafter = engine.model, engine.state, engine.drafter
         self._max_nodes = engine.state.max_nodes
         self._flight, self._width, self._key = Flight(), None, (1, 1)
+        # No graphs, so that rows are loaded for every other shape.
+        self._buckets = {}
         self._max_rows, self._depth, self._resting = bucket(engine.state.pool.num_slots), 0, None
+        self._launched = self._key, self._depth
         self._places: list[Place] = []
         self.resting = False
         self._words: list[list[Words]] = [[], []]
@@ -81,6 +84,7 @@ class Behind(GraphRounds):
             self._device_drafter = NoDrafter()
 
     def _start(self) -> None:
+        self._launched = self._key, self._depth
         self._words[self._count % 2] = self._round()
 
     def _new_resting(self) -> Resting:
@@ -99,8 +103,8 @@ class Behind(GraphRounds):
             found[:, b] = row
         return found
 
-    def _read(self) -> list[tuple[Running, Verdict]]:
-        self.size, self.depth = self._key, self._depth
+    def _read(self, launched: tuple[tuple[int, int], int]) -> list[tuple[Running, Verdict]]:
+        self.size, self.depth = launched
         return self._flight.read(self._words[(self._count - 1) % 2])
 
     def _land(self) -> None:

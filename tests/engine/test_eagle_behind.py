@@ -78,7 +78,9 @@ class EagerLayer:
         for b in live:
             if lengths[b]:
                 path = rnd.path[b, : lengths[b]].tolist()
-                tokens = [*(int(rnd.tokens[b, node]) for node in path[1:]), int(rnd.tokens[b, 0])]
+                # Of a row that is alone the last round may have been wider.
+                row = rnd.tokens[b].as_strided((max(path) + 1,), (1,))
+                tokens = [*(int(row[node]) for node in path[1:]), int(row[0])]
                 at = [b * rnd.tokens.shape[1] + node for node in path]
                 given = torch.cat([layer[at] for layer in features], dim=-1)
                 drafter.model.encode([slots[b]], [tokens], given)

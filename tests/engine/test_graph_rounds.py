@@ -81,6 +81,7 @@ class Target:
         self._model, self.info, self.dtype = model, model.info, model.dtype
         self.device = model.device
         self.verified: list[tuple[int, int]] = []
+        self.trees: list[DraftTree] = []
 
     def reserve(self, max_rows: int) -> None: ...
 
@@ -97,6 +98,7 @@ class Target:
             DraftTree(rnd.tokens[b, : sizes[b]].tolist(), rnd.parents[b, : sizes[b]].tolist())
             for b in live
         ]
+        self.trees += trees
         host, state.logs = state.logs, list(state.logs)
         for b in live:
             slot, log = int(rnd.slot[b]), copy(host[int(rnd.slot[b])])
@@ -178,6 +180,62 @@ def test_an_eagle_drafter_with_a_budget(tmp_path: Path, target: TargetModel) -> 
     check(go(engine, REQUESTS), target)
     assert {shape for shape, _ in turns.seen} >= {Shape(4, 3), Shape(1, 0)}
     assert rounds._resting is not None
+
+
+class ByLaunch(Turns):
+    """The shape of a round follows from how many there were."""
+
+    rounds: GraphRounds
+
+    def width(self, rows: int) -> Shape:
+        return self._shapes[self.rounds._count // self._every % len(self._shapes)]
+
+
+def alone(
+    target: TargetModel, drafter: Drafter, shapes: Sequence[Shape], goes_on: bool
+) -> tuple[int, list[DraftTree]]:
+    """One row in rounds of other shapes, with every graph there. Returns how many drafts were
+    accepted, and the trees."""
+    engine, rounds = engine_with(target, drafter, "paying")
+    engine.capture()
+    model = rounds._model
+    model.trees.clear()  # type: ignore[attr-defined]
+    engine.spending.free = turns = ByLaunch(shapes, 2)  # type: ignore[union-attr, assignment]
+    turns.rounds, load, loads = rounds, rounds._load, []
+    rounds._load = lambda rows: (loads.append(1), load(rows))[1]  # type: ignore[assignment, func-returns-value]
+    if not goes_on:
+        rounds._goes_on_in = lambda shape: shape == (rounds._key[1], rounds._depth)  # type: ignore[method-assign]
+    one = request("loop", LOOP, seed=2, max_tokens=30)
+    run = go(engine, [one])
+    assert run.outcomes() == {n: outcome(c) for n, c in plain(target, [one]).items()}
+    assert (len(loads) == 1) == goes_on
+    assert {shape for shape, _ in turns.seen} == set(shapes)
+    speculation = run.completions["loop"].speculation
+    return speculation.accepted, model.trees  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_row_alone_goes_on_in_another_shape(
+    tmp_path: Path, target: TargetModel, kernels: bool
+) -> None:
+    """... without being loaded anew, and with the trees that it would have then."""
+    import test_eagle_behind as eagle
+
+    heads = {"head_dim": 64, "head_v_dim": 64} if kernels else {}
+    made = eagle.EagleDrafter if kernels else eagle.Played
+    path = eagle.folder(tmp_path, target, **heads)
+    shapes = [shape for shape in SHAPES if shape.depth]
+    runs = [alone(target, made(path=path, **eagle.OPTIONS), shapes, on) for on in (True, False)]
+    assert runs[0] == runs[1]
+    assert runs[0][0] > 0, "where nothing is accepted nothing has to be taken along"
+
+
+def test_ngram_goes_on_in_another_shape(target: TargetModel) -> None:
+    """Plain rounds too: it reads no features."""
+    shapes = [SHAPES[i] for i in (0, 1, 3)]
+    runs = [alone(target, drafters.build("ngram"), shapes, on) for on in (True, False)]
+    assert runs[0] == runs[1]
+    assert runs[0][0] > 0
 
 
 @pytest.mark.slow

@@ -163,8 +163,9 @@ class DeviceDrafter(Protocol):
         launches only: no allocation, no host synchronisation. `observe` is not called.
 
         features: with room, for a drafter that reads them: of the rows' last round, whose
-        accepted nodes are still rnd.path, unless the rows have only just come. depth: of the
-        deepest draft, one of `depths`."""
+        accepted nodes are still rnd.path, unless the rows have only just come. A row that is
+        alone may have had more nodes in it, or been deeper. depth: of the deepest draft, one of
+        `depths`."""
         ...
 
 

@@ -120,7 +120,8 @@ class BlockLayer(Chain):
 
     def _begin(self, rnd: DeviceRound, drafts: int) -> tuple[kernels.Given, kernels.Cursors]:
         num_rows, block = rnd.tokens.shape[0], self._block
-        path = min(self._limits.path, rnd.tokens.shape[1])
+        # A row that is alone may have been in a round of more nodes before.
+        path = self._limits.path if num_rows == 1 else min(self._limits.path, rnd.tokens.shape[1])
         start, count, size, frontier = self._take("given", 4, num_rows)
         given = kernels.Given(
             start, count, self._take("source", num_rows * path),

@@ -115,7 +115,9 @@ class EagleLayer(Chain):
         num_rows, num_nodes = rnd.tokens.shape
         drafts = min(num_nodes, self._limits.nodes) - 1
         depth = min(depth, drafts)
-        enc = self._buffers.encoding(num_rows, min(num_nodes, self._limits.depth + 1))
+        # A row that is alone may have been in a round of more nodes before.
+        most = self._limits.nodes if num_rows == 1 else num_nodes
+        enc = self._buffers.encoding(num_rows, min(most, self._limits.depth + 1))
         cursors = kernels.Cursors(*self._buffers.cursors[:, :num_rows])
         root = self._encode(rnd, enc, cursors, features)
         if drafts:

@@ -76,6 +76,8 @@ class GraphRounds:
             self._max_rows * self._max_nodes, model.info.vocab_size, state.device
         )
         self._buckets: dict[tuple[int, int], BucketRound] = {}
+        # By number of rows: on the device, and as the host fills them.
+        self._arrays: dict[int, tuple[RowArrays, RowArrays]] = {}
         self._room = self._new_room()
         self._flight = Flight()
         self.resting = False
@@ -83,7 +85,9 @@ class GraphRounds:
         self.features: Features | None = None
         """Of the last driven round's nodes, until the next one."""
         self._resting: Resting | None = None
+        # Of the next launch, and of the last.
         self._key, self._depth = (1, 1), 0
+        self._launched = self._key, self._depth
         self.size, self.depth = (1, 1), 0
         """Rows and nodes, as padded, of the round that was read last; what it drafted to."""
         self._count = 0
@@ -153,9 +157,10 @@ class GraphRounds:
 
     def advance(self, rows: Sequence[Running]) -> list[tuple[Running, Verdict]]:
         """Start a free round over `rows` and return what the one before it came to. Where the
-        rows or the shape have changed, first only the latter."""
+        rows have changed, or the shape to one that they must be loaded for, first only the
+        latter."""
         shape = self._next_shape(len(rows))
-        if not self._flight.goes_on(rows) or shape != (self._key[1], self._depth):
+        if not self._flight.goes_on(rows) or not self._goes_on_in(shape):
             ended = self.settle()
             if ended or not rows:
                 return ended
@@ -164,6 +169,21 @@ class GraphRounds:
             if resident := self._resident:
                 resident.enter([row.slot for row in rows])
         return self._launch()
+
+    def _goes_on_in(self, shape: Shape) -> bool:
+        """Take this shape, if the device can go on in it with the rows that it has: graphs over
+        one row's nodes have the same memory, those over several rows' only to other depths. What
+        a drafter misses that rests would have to be kept from here on, or be fed."""
+        before, wanted = Shape(self._key[1], self._depth), (self._key[0], shape.nodes)
+        if shape == before:
+            return True
+        alike = self._key[0] == 1 or shape.nodes == before.nodes
+        rests = isinstance(self._drafter, FeatureDrafter) and not (shape.depth and before.depth)
+        made = wanted in self._buckets and shape.depth in self._buckets[wanted].graphs
+        if alike and made and not rests:
+            self._key, self._depth = wanted, shape.depth
+            return True
+        return False
 
     def _next_shape(self, num_rows: int) -> Shape:
         if self.resting or not num_rows:
@@ -178,7 +198,7 @@ class GraphRounds:
 
     def settle(self) -> list[tuple[Running, Verdict]]:
         """Read the round under way, if there is one, and bring the host's cursors up to date."""
-        ended = self._read() if self._flight.unread else []
+        ended = self._read(self._launched) if self._flight.unread else []
         if self._flight.rows:
             if resident := self._resident:
                 slots = [None if row.finish_reason else row.slot for row in self._flight.rows]
@@ -224,13 +244,14 @@ class GraphRounds:
         return Resting(self._room, self._max_rows)
 
     def _launch(self) -> list[tuple[Running, Verdict]]:
+        last = self._launched
         self._start()
         if self._resting is not None and not self._depth:
             self._resting.keep(self._outputs())
             if self._resting.is_full:
                 # Of this round and the one before nobody has read the tokens yet.
                 self._feed([], self._resting.count - 2)
-        before = self._read() if self._flight.unread else []
+        before = self._read(last) if self._flight.unread else []
         self._flight.unread = True
         self._count += 1
         return before
@@ -238,6 +259,7 @@ class GraphRounds:
     def _start(self) -> None:
         """The next round, and its way back."""
         one, place = self._buckets[self._key], self._count % 2
+        self._launched = self._key, self._depth
         one.graphs[self._depth].replay()
         one.read[place].copy_(one.verdicts, non_blocking=True)
         self._events[place].record()
@@ -248,11 +270,12 @@ class GraphRounds:
         assert features is not None
         return features.room
 
-    def _read(self) -> list[tuple[Running, Verdict]]:
+    def _read(self, launched: tuple[tuple[int, int], int]) -> list[tuple[Running, Verdict]]:
+        """The round before the one that is counted next, of that size and depth."""
         place = (self._count - 1) % 2
         self._events[place].synchronize()
-        self.size, self.depth = self._key, self._depth
-        return self._flight.read(self._buckets[self._key].read[place].tolist())
+        self.size, self.depth = launched
+        return self._flight.read(self._buckets[self.size].read[place].tolist())
 
     def _land(self) -> None:
         """The device moved the cursors: the host's copies follow."""
@@ -332,7 +355,7 @@ class GraphRounds:
     def _new_round(self, num_rows: int, num_nodes: int) -> BucketRound:
         rnd = self._state.rounds.round(num_rows, num_nodes)
         words = num_rows, VERDICT_HEADER + num_nodes + 1
-        rows, host = self._new_rows(num_rows, num_nodes)
+        rows, host = self._rows_of(num_rows)
         verdicts = torch.zeros(words, dtype=torch.int32, device=self._state.device)
         return BucketRound(
             rnd=rnd,
@@ -346,30 +369,14 @@ class GraphRounds:
             features=self._new_features(num_rows * num_nodes),
         )
 
-    def _new_rows(self, num_rows: int, num_nodes: int) -> tuple[RowArrays, RowArrays]:
-        """On the device, and as the host fills them."""
-        shared = self._shared(num_rows, num_nodes)
-        rows = new_rows(num_rows, 1 if shared else self._history(num_nodes), self._state.device)
-        host = RowArrays(*(torch.zeros_like(x, device="cpu").pin_memory() for x in rows))
-        if shared is None:
-            return rows, host
-        return (
-            rows._replace(history=shared.rows.history),
-            host._replace(history=shared.host.history),
-        )
-
-    def _history(self, num_nodes: int) -> int:
-        """Tokens that rounds of so many nodes can look back on."""
-        return MAX_HISTORY if self._looks_back and num_nodes == self._max_nodes else 1
-
-    def _shared(self, num_rows: int, num_nodes: int) -> BucketRound | None:
-        """The bucket whose history narrower free rounds share."""
-        if not (self._looks_back and self._width) or num_nodes == self._max_nodes:
-            return None
-        key = num_rows, self._max_nodes
-        if key not in self._buckets:
-            self._buckets[key] = self._new_round(*key)
-        return self._buckets[key]
+    def _rows_of(self, num_rows: int) -> tuple[RowArrays, RowArrays]:
+        """On the device, and as the host fills them; every shape's are the same."""
+        if num_rows not in self._arrays:
+            history = MAX_HISTORY if self._looks_back else 1
+            rows = new_rows(num_rows, history, self._state.device)
+            host = RowArrays(*(torch.zeros_like(x, device="cpu").pin_memory() for x in rows))
+            self._arrays[num_rows] = rows, host
+        return self._arrays[num_rows]
 
     def _new_room(self) -> Tensor | None:
         """Where features are; one round's at a time."""

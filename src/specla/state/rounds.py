@@ -2,14 +2,15 @@
 """A round's integers on the device: one set of tensors per bucket of rows and nodes.
 
 Rows and nodes are padded to powers of two, so that few CUDA graphs serve every round; the
-tensors of a bucket never move. What the host writes goes over in one copy.
+tensors of a bucket never move. What the host writes goes over in one copy. Buckets of as many rows
+share their memory, so that a row that is alone can go on in a round of another width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,28 +34,41 @@ def bucket(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-class _Bucket:
-    """Tensors of one bucket: a staging buffer, its copy on the device, views of that."""
+def _fields(rows: int, nodes: int, max_nodes: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of what the host writes, in the order in which it lies there."""
+    return {
+        "slot": (rows,),
+        "num_nodes": (rows,),
+        "bank": (rows,),
+        "ring_len": (rows,),
+        "path_len": (rows,),
+        "tokens": (rows, nodes),
+        "parents": (rows, nodes),
+        "path": (rows, max_nodes),
+    }
 
-    def __init__(self, rows: int, nodes: int, max_nodes: int, device: torch.device) -> None:
-        fields = {
-            "slot": (rows,),
-            "num_nodes": (rows,),
-            "bank": (rows,),
-            "ring_len": (rows,),
-            "path_len": (rows,),
-            "tokens": (rows, nodes),
-            "parents": (rows, nodes),
-            "path": (rows, max_nodes),
-        }
-        sizes = [int(np.prod(shape)) for shape in fields.values()]
-        self.staging = torch.zeros(sum(sizes), dtype=torch.int32)
+
+class _Memory:
+    """Of the buckets of so many rows: a staging buffer, and its copy on the device."""
+
+    def __init__(self, rows: int, max_nodes: int, device: torch.device) -> None:
+        self.max_nodes = max_nodes
+        self.sizes = [prod(x) for x in _fields(rows, bucket(max_nodes), max_nodes).values()]
+        self.staging = torch.zeros(sum(self.sizes), dtype=torch.int32)
+        self.words = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
         if device.type == "cuda":
             self.staging = self.staging.pin_memory()
-        self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.host = _views(self.staging, fields, sizes)
+
+
+class _Bucket:
+    """Tensors of one bucket, all but the walks in its rows' memory."""
+
+    def __init__(self, rows: int, nodes: int, memory: _Memory) -> None:
+        self.staging, self.words = memory.staging, memory.words
+        fields, device = _fields(rows, nodes, memory.max_nodes), self.words.device
+        self.host = _views(self.staging, fields, memory.sizes)
         walk = torch.zeros(walk_shape(rows, nodes), dtype=torch.int32, device=device)
-        self.round = DeviceRound(**_views(self.words, fields, sizes), walk=walk)
+        self.round = DeviceRound(**_views(self.words, fields, memory.sizes), walk=walk)
 
     def fill(self, slots: Sequence[int], logs: Sequence[Log], trees: Sequence[DraftTree]) -> None:
         """Lay one round out and send it; rows that are not there become idle."""
@@ -100,11 +114,13 @@ def folded(layer: LayerState, slot: int, log: Log, shape: RecurrentShape) -> Ten
 
 
 def _views(
-    words: Tensor, fields: dict[str, tuple[int, ...]], sizes: Sequence[int]
+    words: Tensor, fields: Mapping[str, tuple[int, ...]], sizes: Sequence[int]
 ) -> dict[str, Tensor]:
+    """Each at the start of its part, which may have room for more."""
     parts = words.split(list(sizes))
     return {
-        name: part.view(shape) for (name, shape), part in zip(fields.items(), parts, strict=True)
+        name: part[: prod(shape)].view(shape)
+        for (name, shape), part in zip(fields.items(), parts, strict=True)
     }
 
 
@@ -114,6 +130,7 @@ class DeviceRounds:
     def __init__(self, max_nodes: int, device: torch.device) -> None:
         self._max_nodes, self._device = max_nodes, device
         self._buckets: dict[tuple[int, int], _Bucket] = {}
+        self._memory: dict[int, _Memory] = {}
 
     def round(self, rows: int, nodes: int) -> DeviceRound:
         """The tensors of a bucket (both sizes powers of two)."""
@@ -145,5 +162,7 @@ class DeviceRounds:
         if key not in self._buckets:
             # Whoever counts on another size would have buffers that kernels write past the end of.
             assert key == (bucket(rows), bucket(nodes)), f"must be powers of two, got {key}"
-            self._buckets[key] = _Bucket(rows, nodes, self._max_nodes, self._device)
+            if rows not in self._memory:
+                self._memory[rows] = _Memory(rows, self._max_nodes, self._device)
+            self._buckets[key] = _Bucket(rows, nodes, self._memory[rows])
         return self._buckets[key]
