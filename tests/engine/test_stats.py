@@ -175,7 +175,8 @@ def test_acceptance_adds_up(rounds: list[tuple[int, int, bool]]) -> None:
 def test_a_prompt_is_no_part_of_decoding_time(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU it has only been launched when the host goes on: the device is waited for, once."""
+    """On a GPU it has only been launched when the host goes on: the device is waited for, once,
+    and prompts that were on their way together share that time by their tokens."""
     engine = make_engine(target)
     waits: list[int] = []
 
@@ -184,7 +185,7 @@ def test_a_prompt_is_no_part_of_decoding_time(
         rows = engine.scheduler.ready()
         waits.append(sum(row.decode_start is None for row in rows))
 
-    monkeypatch.setattr("specla.engine.engine.wait", wait)
+    monkeypatch.setattr("specla.engine.prompts.wait", wait)
     for one in (request("loop", LOOP, max_tokens=12), request("walk", WALK, max_tokens=12)):
         engine.add(one)
     seen = [row for _ in range(4) for _ in engine.step() for row in engine.scheduler.ready()]
@@ -192,4 +193,7 @@ def test_a_prompt_is_no_part_of_decoding_time(
     assert all(waits)
     prefill = {row.slot: row.seconds["prefill"] for row in seen}
     assert sum(prefill.values()) >= 0.02 * len(waits)
+    total = len(LOOP) + len(WALK)
+    for row in seen:
+        assert row.seconds["prefill"] >= 0.02 * len(waits) * len(row.prompt) / total
     assert engine.stats.seconds["prefill"] >= 0.02 * len(waits)

@@ -28,16 +28,22 @@ def model() -> RandomGDN:
 def run(state: State, slot: int, length: int, layers: tuple[int, ...] = ()) -> list[Tensor]:
     """S and tail of every layer after so many tokens, and features."""
     state.reset(slot)
+    features = prefilled(state, slot, length, layers)
+    found = [x.clone() for pair in state.committed_state(slot) for x in pair]
+    return [*found, features] if layers else found
+
+
+def prefilled(state: State, slot: int, length: int, layers: tuple[int, ...]) -> Tensor:
+    """So many tokens; their features."""
     features = Features(layers) if layers else None
     tokens = [(37 * length + 11 * i) % 31000 + 5 for i in range(length)]
     model().prefill(tokens, slot, state, features)
-    found = [x.clone() for pair in state.committed_state(slot) for x in pair]
-    return [*found, features.rows()] if features else found
+    return features.rows() if features else torch.empty(0)
 
 
-def new_state() -> State:
+def new_state(num_slots: int = 3) -> State:
     return State(
-        model().info.recurrent, num_slots=3, max_nodes=1, dtype=model().dtype,
+        model().info.recurrent, num_slots=num_slots, max_nodes=1, dtype=model().dtype,
         device=model().device,
     )  # fmt: skip
 
@@ -52,6 +58,26 @@ def test_a_prompt_is_its_own_whatever_ran_before() -> None:
         assert features.shape == (n, 2 * 2048)
         for a, b in zip(first[n], again, strict=True):
             assert torch.equal(a, b), n
+
+
+def test_prompts_side_by_side_are_their_own() -> None:
+    """Whoever is beside them, in whichever lane, first time and again: the bits of one alone."""
+    alone, state = new_state(), new_state(40)
+    slot, slots = alone.acquire(), [state.acquire() for _ in range(40)]
+    lengths = [1 + (53 * i) % 512 for i in range(38)] + [513, 700]
+    first = [run(alone, slot, n, (1, 2)) for n in lengths]
+    for turn in range(3):
+        order = list(range(40))[turn:] + list(range(turn))
+        rows: dict[int, Tensor] = {}
+        for one in slots:
+            state.reset(one)
+        with model().side_by_side():
+            for i in order:
+                rows[i] = prefilled(state, slots[i], lengths[i], (1, 2))
+        for i in order:
+            found = [*(x for pair in state.committed_state(slots[i]) for x in pair), rows[i]]
+            for a, b in zip(first[i], found, strict=True):
+                assert torch.equal(a, b), (turn, lengths[i])
 
 
 def test_a_graph_is_what_launches_would_have_been() -> None:

@@ -28,6 +28,7 @@ from specla.drafters.base import (
 from specla.engine.cost import CostTable
 from specla.engine.kernels import Kernels
 from specla.engine.prices import Prices
+from specla.engine.prompts import Prompts
 from specla.engine.running import NO_TOKEN, NOTHING_TO_DRAW, Running
 from specla.engine.scheduler import Scheduler, request_fits
 from specla.engine.spending import Spending
@@ -36,7 +37,6 @@ from specla.engine.text import Decoder
 from specla.errors import InvalidTree
 from specla.models.base import TargetModel
 from specla.models.features import Features
-from specla.ops.transfer import wait
 from specla.request import Request, StreamDelta
 from specla.sampling.accept import Verdict, accept
 from specla.sampling.draw import InvalidLogits
@@ -78,7 +78,7 @@ class Engine:
     ) -> None:
         self.model, self.state = model, state
         self._on_gpu = state.device.type == "cuda"
-        self.mode, self._chunk, self._tokenizer = mode, prefill_chunk, tokenizer
+        self.mode, self._tokenizer = mode, tokenizer
         self._ends = model.info.eos_token_ids if end_token_ids is None else end_token_ids
         self._budget = budget
         self.watch: Callable[[Sequence[tuple[str, Observation]]], None] | None = None
@@ -88,6 +88,7 @@ class Engine:
         self._graphs: GraphRounds | None = None
         self.use(drafter)
         self.scheduler = Scheduler(state)
+        self._prompts = Prompts(model, state, self.scheduler, self.stats, chunk=prefill_chunk)
         # Refused here rather than in the middle of a round.
         self.kernels.of(state.pool.num_slots, state.max_nodes)
         self._size = (1, 1)  # rows and nodes of the last round without a GPU
@@ -192,12 +193,12 @@ class Engine:
         """
         self.stats.steps += 1
         self.scheduler.admit()
-        self._prefill()
+        self._prompts.advance(self.drafter, self._features, self._dropping)
         rows = self.scheduler.ready()
         if not rows:
             return []
         with self._dropping(rows):
-            self._start_decoding(rows)
+            self._prompts.start_decoding(rows)
             if self._graphs is None:
                 return self._finish(rows, self._round(rows))
             with self.stats.phase("verify"):
@@ -340,33 +341,6 @@ class Engine:
         if self.spending is not None:
             return self.spending.choose([row.slot for row in rows], trees)
         return trees
-
-    def _prefill(self) -> None:
-        """One chunk of every prompt that is not in the state yet, all but its last token."""
-        for row in self.scheduler.prefilling():
-            with self._dropping([row]), self.stats.phase("prefill"), row.timing("prefill"):
-                chunk = row.next_chunk(self._chunk)
-                self.model.prefill(chunk, row.slot, self.state, self._features)
-                if isinstance(self.drafter, FeatureDrafter) and self._features is not None:
-                    start = row.num_prefilled + 1
-                    after = row.prompt[start : start + len(chunk)]
-                    self.drafter.prefill(row.slot, after, self._features.rows())
-            row.num_prefilled += len(chunk)
-            self.stats.prefill_tokens += len(chunk)
-            if row.ready:
-                for slot in self.scheduler.share_prefill(row):
-                    if isinstance(self.drafter, FeatureDrafter):
-                        self.drafter.fork(row.slot, slot)
-
-    def _start_decoding(self, rows: Sequence[Running]) -> None:
-        """The clock of new rows' rounds starts when the device is through their prompts, which so
-        far have only been launched."""
-        new = [row for row in rows if row.decode_start is None]
-        if new:
-            with self.stats.phase("prefill"), new[-1].timing("prefill"):
-                wait(self.state.device)
-        for row in new:
-            row.start_decoding()
 
     def _finish(self, rows: Sequence[Running], verdicts: Sequence[Verdict]) -> list[StreamDelta]:
         # Of the round that these verdicts are about: the device may be at another one by now.

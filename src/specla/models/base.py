@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,6 +79,13 @@ class TargetModel(Protocol):
         The slot's log must be empty. Bits depend on the chunk's own tokens and length only.
         features: where given, is filled with its layers' outputs, a row per token.
         """
+        ...
+
+    def side_by_side(self) -> AbstractContextManager[None]:
+        """What is prefilled inside, one chunk of a slot, need not wait for what was prefilled
+        before it inside, and on a GPU may run at the same time; its bits are the same. Whatever
+        else is launched waits for all that was launched before it, as ever. Features are to be
+        read before the next prefill."""
         ...
 
     def kernels(self, mode: str) -> tuple[str, ...]:

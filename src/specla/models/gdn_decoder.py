@@ -11,6 +11,7 @@ recurrence acts on one row at a time. No positions anywhere: only the parent cha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -178,6 +179,10 @@ class Decoder:
         return gdn.inputs(
             qkv, a, b, A=w.A, dt_bias=w.dt_bias, shape=s, beta_scale=self._beta_scale
         )
+
+    def side_by_side(self) -> AbstractContextManager[None]:
+        """Prompts that need not wait for each other (see the model contract)."""
+        return nullcontext() if self._chunks is None else self._chunks.side_by_side()
 
     @torch.inference_mode()
     def prefill(

@@ -20,6 +20,11 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
+def send(x: Tensor, into: Tensor) -> None:
+    """A host's tensor to where there is room for it on a device."""
+    into.copy_(x.pin_memory() if into.is_cuda else x, non_blocking=True)
+
+
 def ints(values: Sequence[int], device: torch.device) -> Tensor:
     """int64 [n] on `device`, or on their way there."""
     return sent(torch.tensor(values, dtype=torch.int64), device)
