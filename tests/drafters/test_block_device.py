@@ -7,6 +7,7 @@ replayed."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from block_toy import DFLASH, block_config, reader_config, write_block
 from test_block_graph import played
-from test_eagle_device import Game, needs_interpreter
+from test_eagle_device import SLOTS, Game, needs_interpreter
 
 from specla.drafters import DraftRow
 from specla.drafters.base import DeviceDrafter, ResidentDrafter
@@ -23,8 +24,11 @@ from specla.drafters.block_graph import GraphBlock
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.ops.contract import DeviceRound
+from specla.state import State
 
 pytest.importorskip("triton")
+import triton.language as tl
+
 from specla.drafters import triton_block
 from specla.drafters.block_device import DeviceBlock
 from specla.drafters.block_layer import BlockLayer
@@ -71,6 +75,96 @@ def game(
 ) -> Blocks:  # fmt: skip
     write_block(tmp_path, block_config(target.info, **(sizes or {})))
     return Blocks(tmp_path, target, max_nodes, {"tau": 50.0, "longest": 128, **options})
+
+
+class Reads(Blocks):
+    """And their target's states, which are noise; a log is folded where it would be."""
+
+    def __init__(self, folder: Path, target: TargetModel, *rest: Any, capacity: int = 5) -> None:
+        super().__init__(folder, target, *rest)
+        self.state = State(
+            target.info.recurrent, num_slots=SLOTS, max_nodes=self.max_nodes,
+            log_capacity=capacity, dtype=target.dtype, device=target.device,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(3)
+        for layer in self.state.layers:
+            for x in (layer.S, layer.factors.k, layer.factors.u):
+                x.copy_(torch.randn(x.shape, generator=generator))
+            layer.factors.g.copy_(-torch.rand(layer.factors.g.shape, generator=generator))
+        for one in (self.eager, self.device):
+            one.attach(self.state)
+        self.logs_seen = set[tuple[int, int, int]]()
+
+    def load(self, slots: Any, num_nodes: int) -> Any:
+        rnd, arrays = super().load(slots, num_nodes)
+        self.follow(slots, rnd)
+        return rnd, arrays
+
+    def accept(self, slots: Any, rnd: DeviceRound, trees: Any) -> None:
+        super().accept(slots, rnd, trees)
+        for b, slot in enumerate(slots):
+            path = rnd.path[b, : int(rnd.path_len[b])].tolist()
+            self.state.logs[slot].commit(tuple(path))
+        self.follow(slots, rnd)
+
+    def follow(self, slots: Any, rnd: DeviceRound) -> None:
+        """The host's logs, as the device has them."""
+        for b, slot in enumerate(slots):
+            log = self.state.logs[slot]
+            rnd.bank[b], rnd.ring_len[b], rnd.path_len[b] = log.bank, log.ring_len, len(log.path)
+            rnd.path[b, : len(log.path)] = torch.tensor(log.path).to(rnd.path)
+            self.logs_seen.add((log.bank, log.ring_len, len(log.path)))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_read_as_they_are_committed(
+    tmp_path: Path, target: TargetModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with a ring, a path in either bank, both, neither; logs longer than what is on its way
+    at a time; and the same trees where the host drafts."""
+    monkeypatch.setattr("specla.drafters.triton_reader._AHEAD", tl.constexpr(2))
+    write_block(tmp_path, block_config(target.info, **KINDS[kind]), reader_config(target.info))
+    play = Reads(tmp_path, target, 4, {"tau": 50.0, "longest": 128, "top_k": 2})
+    assert play.device.info.name == "block+reader"
+    play.start(1, 20)
+    play.start(3, 1)
+    play.state.logs[1] = replace(play.state.logs[1], ring_len=1, bank=1, path=(0, 2, 3))
+    rnd, arrays = play.load([1, 3], 4)
+    play.round([1, 3], rnd, arrays)
+    play.round([1, 3], rnd, arrays, (3,))
+    assert play.drafted == 3 + 3 + 3
+    assert len(play.logs_seen) > 4
+    play.device.leave([1, 3], rnd, play.features)
+    rows = [play.row(slot, rnd, False) for slot in (1, 3)]
+    for got, want in zip(play.device.draft(rows), play.eager.draft(rows), strict=True):
+        assert (got.tokens, got.parents) == (want.tokens, want.parents)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rank", [3, 8])
+def test_a_reading_is_the_readers(tmp_path: Path, target: TargetModel, rank: int) -> None:
+    """What the last layer's MLP is given, in numbers; a rank and a bottleneck that are no tile."""
+    read = reader_config(target.info, rank=rank, bottleneck=13)
+    write_block(tmp_path, block_config(target.info), read)
+    play = Reads(tmp_path, target, 4, {"tau": 50.0, "longest": 128})
+    for slot, length, path in ((1, 4, (0, 2)), (2, 0, ())):
+        play.start(slot, 9)
+        play.state.logs[slot].ring_len, play.state.logs[slot].path = length, path
+    rnd, arrays = play.load([1, 2], 4)
+    play.device.launch(arrays, rnd, play.features, depth=1)
+    layer, reader = play.device._layer, play.eager._reader
+    assert layer is not None
+    assert layer.reader is not None
+    assert reader is not None
+    want = reader.read(play.state.committed, [1, 2])
+    for found, right in zip(layer.reader.read.reading(2), want, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+    generator = torch.Generator().manual_seed(1)
+    h = torch.randn(2 * 5, target.info.hidden_size, generator=generator).to(target.dtype)
+    right = h + reader.delta(h, want)
+    layer.reader(h, torch.tensor([5, 5], dtype=torch.int32))
+    torch.testing.assert_close(h, right, rtol=1e-4, atol=1e-4)
 
 
 @needs_interpreter
@@ -240,9 +334,9 @@ def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
         return str(write_block(tmp_path / name, block_config(target.info, **sizes)))
 
     plain = folder("plain")
-    write_block(tmp_path / "reads", block_config(target.info), reader_config(target.info))
+    write_block(tmp_path / "reads", block_config(target.info), reader_config(target.info, rank=33))
     cannot: dict[str, tuple[str, dict[str, Any], int]] = {
-        "reader=False": (str(tmp_path / "reads"), {}, 4),
+        "rank of at most 32, got 33; use reader=False": (str(tmp_path / "reads"), {}, 4),
         r"top_k must be an integer in \[1, 8\]": (plain, {"top_k": 9}, 4),
         "min_survival must be 0 with on_device": (plain, {"min_survival": 0.1}, 4),
         "64 positions, got 65": (folder("long", block_size=65), {}, 4),

@@ -140,13 +140,17 @@ def test_it_can_be_bound_again_with_more_slots(tmp_path: Path, target: TargetMod
         drafter.reset(slots)
 
 
-def test_one_that_reads_states_has_no_graphs(tmp_path: Path, target: TargetModel) -> None:
-    write_block(tmp_path, block_config(target.info), reader_config(target.info))
-    drafter = BlockDrafter(path=str(tmp_path), on_device=False)
-    assert drafter.for_gpu(num_slots=1, max_nodes=4) is drafter
-    assert drafter.info.fallback is not None
-    assert "state reader" in drafter.info.fallback
-    without = BlockDrafter(path=str(tmp_path), reader=False, on_device=False, **OPTIONS)
+def test_one_that_reads_states_has_graphs_too(tmp_path: Path, target: TargetModel) -> None:
+    """Unless the kernel that reads them cannot hold its rank. That trees are the eager drafter's:
+    test_block_device.py."""
+    for rank, form in ((32, GraphBlock), (33, BlockDrafter)):
+        path = tmp_path / str(rank)
+        write_block(path, block_config(target.info), reader_config(target.info, rank=rank))
+        made = BlockDrafter(path=str(path), on_device=False).for_gpu(num_slots=1, max_nodes=4)
+        assert type(made) is form
+        assert made.info.name == "block+reader"
+        assert ("a rank of at most 32, got 33" in str(made.info.fallback)) == (rank == 33)
+    without = BlockDrafter(path=str(path), reader=False, on_device=False, **OPTIONS)
     made = without.for_gpu(num_slots=1, max_nodes=4)
     assert isinstance(made, GraphBlock)
     assert made.info.priced_as == f"{without.info.priced_as} graphs"

@@ -28,11 +28,13 @@ from specla.drafters.block_model import KeysValues
 from specla.drafters.eagle_buffers import Limits, check_limits
 from specla.drafters.eagle_device import MAX_TOP_K
 from specla.drafters.options import require, require_int
+from specla.drafters.reader_device import DeviceReader
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.ops.gemm import GROUP, MAX_ROWS
+from specla.state import State
 from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
 
@@ -46,8 +48,8 @@ class DeviceBlock(GraphBlock):
     """`BlockDrafter` whose rounds on a GPU need no host; the same options, top_k up to MAX_TOP_K.
 
     Raises:
-        ConfigError: it cannot be one: it reads states, asks for min_survival, its block or its
-            heads are too long or its MLP's width is not a multiple of 8.
+        ConfigError: it cannot be one: it asks for min_survival, its block, its heads or its
+            reader's rank are too large or its MLP's width is not a multiple of 8.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -100,6 +102,15 @@ class DeviceBlock(GraphBlock):
         depth = self.info.max_depth
         each = (layer.round_bytes + depth * layer.level_bytes) // (depth + 1)
         self.info = replace(self.info, level_bytes=each)
+
+    def attach(self, state: State) -> None:
+        """The target's states, for the reader, whose launches are made now."""
+        super().attach(state)
+        if self._reads is not None:
+            assert self._layer is not None, "bind() first"
+            assert self._reader is not None
+            most = bucket(self._num_slots) * self.config.block_size
+            self._layer.reader = DeviceReader(self._reader, self._reads, most)
 
     def _limits(self, num_slots: int, max_nodes: int) -> Limits:
         depth = min(self.info.max_depth, max_nodes - 1)

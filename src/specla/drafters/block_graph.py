@@ -6,7 +6,7 @@ billion parameters takes to verify it. So each of the three things that are comp
 over keys and values at fixed addresses and integers that are sent without waiting:
 
     remember   features of committed tokens -> their keys and values, where they belong
-    forward    anchors -> base logits of every position
+    forward    anchors (and, with a reader, committed states) -> base logits of every position
     children   positions and the tokens before them -> the likeliest tokens, one copy to the host
 
 Rows, tokens and the context are padded to powers of two, a graph for each. Bits are not those of
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,11 +26,16 @@ from torch.nn import functional as F
 
 from specla.drafters.block import BlockDrafter
 from specla.drafters.block_context import windows
-from specla.drafters.block_model import KeysValues
-from specla.errors import ConfigError
+from specla.drafters.block_model import Inject, KeysValues
+from specla.drafters.reader import check_rank
 from specla.models.base import TargetModel
 from specla.ops.capture import captured
-from specla.state.rounds import bucket
+from specla.state import State
+from specla.state.rounds import DeviceRounds, bucket
+from specla.topology.tree import DraftTree
+
+if TYPE_CHECKING:
+    from specla.drafters.reader_device import StateReads
 
 LEAST_CONTEXT = 256  # tokens per slot at first; twice as many whenever they do not suffice
 MOST_AT_ONCE = 128  # committed tokens of one graph; a prompt's chunks are launched one by one
@@ -40,15 +45,13 @@ class GraphBlock(BlockDrafter):
     """`BlockDrafter` for a GPU; the same options.
 
     Raises:
-        ConfigError: it reads states, whose logs have no fixed place.
+        ConfigError: it reads states with a rank that the kernels do not have.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if self._reader_config is not None:
-            raise ConfigError(
-                "a block drafter with a state reader has no graphs on a GPU; use reader=False"
-            )
+        check_rank(self._reader_config)
+        self._reads: StateReads | None = None
         self.info = replace(self.info, variant=f"{self.info.variant} graphs")
 
     def for_gpu(self, *, num_slots: int, max_nodes: int) -> GraphBlock:
@@ -75,6 +78,17 @@ class GraphBlock(BlockDrafter):
         self._base = zeros(rows, self.info.max_depth, weights.head.shape[0], dtype=wide)
         self._kept: list[KeysValues] = []
         self._make_room(LEAST_CONTEXT)
+
+    def attach(self, state: State) -> None:
+        """The target's states, for the reader; what was captured read others."""
+        super().attach(state)
+        self._drop("forward")
+        if self._reader is not None:
+            # Triton is imported where there is a GPU only.
+            from specla.drafters.reader_device import StateReads
+
+            self._reads = StateReads(self._reader, state, bucket(self._num_slots))
+            self._logs = DeviceRounds(state.max_nodes, state.device)
 
     @torch.inference_mode()
     def fork(self, slot: int, to: int) -> None:
@@ -125,6 +139,10 @@ class GraphBlock(BlockDrafter):
         self._rows[:2] = 0
         self._rows[:2, :count] = self._ints(slots, starts)
         self._rows[2, :count] = anchors
+        if self._reads is not None:
+            assert self._state is not None
+            trees = [DraftTree.root(0)] * count
+            self._logs.plan(slots, [self._state.logs[slot] for slot in slots], trees)
         self._replay(("forward", rows, length), partial(self._forward, rows, length))
         return self._h[:count], self._base[:count]
 
@@ -147,10 +165,20 @@ class GraphBlock(BlockDrafter):
             return o.transpose(1, 2).flatten(0, 1).flatten(1)
 
         x = self.model.inputs(anchors)
-        h = self.model.drafting(self.model.outputs(x, own.flatten(), attend, end=0))
+        found = self.model.outputs(x, own.flatten(), attend, self._asking(rows), end=0)
+        h = self.model.drafting(found)
         self._h[:rows] = h
         self._base[:rows] = self.model.logits(h[:, : self.info.max_depth])
         return self._base
+
+    def _asking(self, rows: int) -> Inject | None:
+        """The reader over states that are read now: `_bases` has sent where they lie."""
+        if self._reads is None:
+            return None
+        assert self._reader is not None
+        rnd = self._logs.round(rows, 1)
+        self._reads(rnd, rnd.num_nodes)
+        return partial(self._reader.delta, reading=self._reads.reading(rows))
 
     def _seen(self, layer: int, own: Tensor, starts: Tensor, length: int) -> Tensor:
         """Which keys a layer's positions see, [rows, 1, block, length + block]."""
@@ -206,4 +234,8 @@ class GraphBlock(BlockDrafter):
         )
         self.model.reserve(size[1] + config.block_size)
         # A level reads neither keys nor values.
-        self._graphs = {key: one for key, one in self._graphs.items() if key[0] == "children"}
+        self._drop("remember", "forward")
+
+    def _drop(self, *names: str) -> None:
+        """Graphs over addresses that are no longer right."""
+        self._graphs = {key: one for key, one in self._graphs.items() if key[0] not in names}

@@ -5,6 +5,7 @@ buffers at fixed addresses.
     begin, take_features, fc, norm, keys and values, append     what was accepted, into the caches
     embed + norm                                                the anchor and its masks
     q k v, attend, o, residual + norm, gate_up, down, residual + norm      a layer
+    what a reader asks the target's states                      before the last layer's gate_up
     head                                                        base logits of all positions
 
 then without a Markov head one tree over all laws (`triton_marginals`)
@@ -31,9 +32,9 @@ from specla.drafters import triton_grow as growing
 from specla.drafters.block_model import BlockModel, LayerWeights
 from specla.drafters.device_chain import Chain, Pool
 from specla.drafters.eagle_buffers import Limits
+from specla.drafters.reader_device import DeviceReader
 from specla.drafters.triton_eagle import take_features
 from specla.drafters.triton_marginals import best_first
-from specla.models.gdn_fused import stream_linear
 from specla.ops import rows
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.ops.gemm import PackedLinear, pack_swiglu
@@ -73,6 +74,8 @@ class BlockLayer(Chain):
         self._turns = model.reserve(kept.shape[3] + self._block).float()
         self._k_norms = torch.stack([layer.k_norm for layer in w.layers])
         self._norms = [layer.attn_norm for layer in w.layers[1:]] + [w.norm]
+        self.reader: DeviceReader | None = None
+        """What the last layer asks the target's states, once it is attached to them."""
         self._pack()
         self._make_room()
 
@@ -92,8 +95,12 @@ class BlockLayer(Chain):
     @property
     def round_bytes(self) -> int:
         """Of the weights that a round's launches read once, however deep it drafts."""
-        linears = [self._fc, self._kv, self._head, *(x for layer in self._layers for x in layer)]
-        return sum(x.weight.numel() * x.weight.element_size() for x in linears)
+        return sum(x.weight.numel() * x.weight.element_size() for x in self._every)
+
+    @property
+    def _every(self) -> list[PackedLinear]:
+        """Products that a round launches once."""
+        return [self._fc, self._kv, self._head, *(x for layer in self._layers for x in layer)]
 
     @property
     def level_bytes(self) -> int:
@@ -107,7 +114,7 @@ class BlockLayer(Chain):
         drafts = min(rnd.tokens.shape[1], self._limits.nodes) - 1
         depth = min(depth, drafts)
         given, cursors = self._begin(rnd, drafts)
-        self._append(rnd, given, features)
+        self._append(rnd, given, features, reads=drafts > 0)
         if not drafts:
             return
         h = self._outputs(rnd, given, cursors)
@@ -136,10 +143,15 @@ class BlockLayer(Chain):
         )  # fmt: skip
         return given, cursors
 
-    def _append(self, rnd: DeviceRound, given: kernels.Given, features: Tensor) -> None:
+    def _append(
+        self, rnd: DeviceRound, given: kernels.Given, features: Tensor, *, reads: bool
+    ) -> None:
         num_flat = given.source.shape[0]
         wide = self._take("features", num_flat, self._fc.weight.shape[1])
         take_features(features, given.count, given.source, None, wide, self._eps)
+        if reads and self.reader is not None:
+            # Here, as the next product's weights are on their way meanwhile.
+            self.reader.read(rnd, given.size, pdl=self._pdl)
         self._fc(wide, self.partials)
         c = self._take("context", num_flat, self._config.hidden_size)
         self._add(None, self._fc, self._w.context_norm, c)
@@ -173,6 +185,8 @@ class BlockLayer(Chain):
             )  # fmt: skip
             layer.o(o, self.partials)
             self._add(x, layer.o, w.mlp_norm, h)
+            if self.reader is not None and layer is self._layers[-1]:
+                self.reader(h, given.size)
             hidden = self._take("hidden", num_flat, layer.down.weight.shape[1])
             self._mlp(x, h, hidden, layer.gate_up, layer.down, self._norms[i])
         return h
@@ -235,8 +249,7 @@ class BlockLayer(Chain):
         self._layers = [self._packed(layer) for layer in w.layers]
         self._head = PackedLinear(w.head, "plain", pdl=pdl)
         self._markov = None if w.markov is None else PackedLinear(w.markov[1], "plain", pdl=pdl)
-        if pdl:
-            self._stream()
+        self._serve_few([*self._every, *([] if self._markov is None else [self._markov])])
 
     def _packed(self, w: LayerWeights) -> _Layer:
         return _Layer(
@@ -245,15 +258,6 @@ class BlockLayer(Chain):
             gate_up=PackedLinear(pack_swiglu(w.gate_up), "swiglu", pdl=self._pdl),
             down=PackedLinear(w.down, "partials", pdl=self._pdl),
         )
-
-    def _stream(self) -> None:
-        """Serve few rows by `ops.gemm_stream`, as the target does."""
-        from specla.ops import gemm_stream as stream
-
-        each = [self._fc, self._kv, self._head, *(x for layer in self._layers for x in layer)]
-        for linear in (*each, *([] if self._markov is None else [self._markov])):
-            stream_linear(linear)
-        self._stream_rows = stream.MAX_ROWS
 
     def _make_room(self) -> None:
         w, limits, config, layer = self._w, self._limits, self._config, self._layers[0]

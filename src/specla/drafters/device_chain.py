@@ -4,11 +4,13 @@ products and residuals of a chain of dependent launches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from specla.drafters import triton_grow as growing
-from specla.models.gdn_fused import is_hopper
+from specla.models.gdn_fused import is_hopper, stream_linear
 from specla.ops import rows
 from specla.ops.gemm import PackedLinear
 from specla.state.rounds import bucket
@@ -96,6 +98,16 @@ class Chain:
         gate_up(h, hidden)
         down(hidden, self.partials)
         self._add(x, down, norm, h)
+
+    def _serve_few(self, linears: Iterable[PackedLinear]) -> None:
+        """On Hopper, serve few rows by `ops.gemm_stream`, as the target does."""
+        if not self._pdl:
+            return
+        from specla.ops import gemm_stream as stream
+
+        for linear in linears:
+            stream_linear(linear)
+        self._stream_rows = stream.MAX_ROWS
 
     def _early(self, num_flat: int) -> bool:
         return num_flat <= self._stream_rows

@@ -20,7 +20,7 @@ projections are shared between heads is not, here they are each head's own. The 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from specla.drafters.agreement import check_layers, check_same
+from specla.errors import ConfigError
 from specla.models.base import ModelInfo
 from specla.models.fields import Fields
 from specla.models.weights import Shape
@@ -40,7 +41,10 @@ Committed = Callable[[int, int], tuple[Tensor, Factors]]
 """(layer, slot) -> base S [G, V, K] and the log's factors in order: `State.committed`."""
 PROJECTIONS = ("keys", "values")
 """Tensors U and V."""
-_LEAST_SQUARE = 1e-12  # added to the mean square of S: an empty state has no direction
+LEAST_SQUARE = 1e-12
+"""Added to the mean square of S: an empty state has no direction."""
+MAX_RANK = 32
+"""On a GPU, whose kernels hold an r x r matrix per head in registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,19 @@ def check_states(config: ReaderConfig, target: ModelInfo, where: str) -> None:
     check_layers("state layers (state_layers)", config.state_layers, shape.num_layers, where)
 
 
+def check_rank(config: ReaderConfig | None) -> None:
+    """Refuse what the kernels on a GPU cannot hold.
+
+    Raises:
+        ConfigError: a rank above MAX_RANK.
+    """
+    if config is not None and config.rank > MAX_RANK:
+        raise ConfigError(
+            "to be part of graphs on a GPU a state reader must have a rank of at most "
+            f"{MAX_RANK}, got {config.rank}; use reader=False"
+        )
+
+
 def reader_tensors(config: ReaderConfig) -> dict[str, Shape]:
     """Name and shape of every tensor. Linear weights are [out, in]."""
     L, G, r, D = len(config.state_layers), config.num_heads, config.rank, config.hidden_size
@@ -130,7 +147,7 @@ class Reader:
     """
 
     def __init__(self, config: ReaderConfig, weights: Mapping[str, Tensor]) -> None:
-        self.config, self._weights = config, weights
+        self.config, self.weights = config, weights
         names = ("query", "mlp.down", "mlp.up")
         self._linears = {name: Linear(weights[f"{name}.weight"]) for name in names}
 
@@ -145,32 +162,25 @@ class Reader:
 
     def read(self, committed: Committed, slots: Sequence[int]) -> Reading:
         """Project the committed states of some slots."""
-        rows = [
-            [self.project(i, *committed(layer, slot)) for slot in slots]
-            for i, layer in enumerate(self.config.state_layers)
-        ]
-        return Reading(
-            *(torch.stack([torch.stack(x) for x in part], dim=1) for part in self._by_part(rows))
+        layers = list(enumerate(self.config.state_layers))
+        return _stacked(
+            _stacked((self.project(i, *committed(layer, slot)) for i, layer in layers))
+            for slot in slots
         )
-
-    @staticmethod
-    def _by_part(rows: list[list[tuple[Tensor, Tensor]]]) -> list[list[list[Tensor]]]:
-        return [[[one[part] for one in layer] for layer in rows] for part in (0, 1)]
 
     def read_folded(self, states: Sequence[Tensor]) -> Reading:
         """Project n states without a log, given per layer as [n, G, V, K]."""
-        found = [self._of_state(i, S) for i, S in enumerate(states)]
-        return Reading(*(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
+        return _stacked((self._of_state(i, S) for i, S in enumerate(states)), dim=1)
 
-    def _of_state(self, index: int, S: Tensor) -> tuple[Tensor, Tensor]:
-        U, V = (self._weights[name][index].to(S.dtype) for name in PROJECTIONS)
-        return self._normed(V.mT @ S @ U.mT, (S * S).sum((-2, -1)))
+    def _of_state(self, index: int, S: Tensor) -> Reading:
+        U, V = (self.weights[name][index].to(S.dtype) for name in PROJECTIONS)
+        return self.normed(V.mT @ S @ U.mT, torch.linalg.vector_norm(S, dim=(-2, -1)).square())
 
-    def project(self, index: int, S: Tensor, log: Factors) -> tuple[Tensor, Tensor]:
+    def project(self, index: int, S: Tensor, log: Factors) -> Reading:
         """One state: base S [G, V, K] and log of n factors -> (R [G, r, r], log rms [G]). index:
         of the layer in `state_layers`."""
         wide = compute_dtype(S.dtype)
-        U, V = (self._weights[name][index].to(wide) for name in PROJECTIONS)
+        U, V = (self.weights[name][index].to(wide) for name in PROJECTIONS)
         total, left = _decays(log.g)
         k = log.k.transpose(0, 1).repeat_interleave(len(S) // log.k.shape[1], dim=0)
         u = log.u.transpose(0, 1) * left.unsqueeze(-1)  # [G, n, V]
@@ -179,25 +189,30 @@ class Reader:
         parts = (S * S, 2 * u * Sk, (u @ u.mT) * (k @ k.mT))
         base, cross, own = (x.sum((1, 2)) for x in parts)
         square = A * A * base + A * cross + own
-        return self._normed(R, square)
+        return self.normed(R, square)
 
-    def _normed(self, R: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
-        """Of |S|^2 [..., G]: a difference of large numbers may fall a little below 0."""
+    def normed(self, R: Tensor, square: Tensor) -> Reading:
+        """R [..., G, r, r] and |S|^2 [..., G], a difference of large numbers which may fall a
+        little below 0."""
         size = self.config.value_dim * self.config.key_dim
-        rms = (square.clamp(min=0) / size + _LEAST_SQUARE).sqrt()
-        return R / rms[..., None, None], rms.log()
+        rms = (square.clamp(min=0) / size + LEAST_SQUARE).sqrt()
+        return Reading(R / rms[..., None, None], rms.log())
 
     def delta(self, h: Tensor, reading: Reading) -> Tensor:
         """What is added to the last layer's normed MLP input: h [M, D], M / n positions of each
         of the reading's n rows -> [M, D]."""
         c, positions = self.config, len(h) // len(reading.R)
-        x = rms_norm(h, self._weights["norm.weight"], c.norm_eps)
+        x = rms_norm(h, self.weights["norm.weight"], c.norm_eps)
         z = self._linears["query"](x).unflatten(-1, (len(c.state_layers), c.num_heads, c.rank))
         R, scale = (x.repeat_interleave(positions, dim=0) for x in reading)
         u = (R * z.to(R.dtype).unsqueeze(-2)).sum(-1) / math.sqrt(c.key_dim)
         f = torch.cat([u, scale.unsqueeze(-1)], dim=-1).flatten(1).to(h.dtype)
         hidden = silu(self._linears["mlp.down"](f).to(R.dtype)).to(h.dtype)
         return self._linears["mlp.up"](hidden)
+
+
+def _stacked(found: Iterable[Reading], dim: int = 0) -> Reading:
+    return Reading(*(torch.stack(x, dim=dim) for x in zip(*found, strict=True)))
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor]:
