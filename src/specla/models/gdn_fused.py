@@ -267,10 +267,10 @@ def is_hopper(weight: Tensor) -> bool:
 
 
 def stream_linear(linear: PackedLinear, block_k: int = 0) -> None:
-    """Set `linear.stream` and `linear.wide`, if its shape allows. block_k: the stream's; 0 for the
-    shape's own."""
+    """Set `linear.stream` and `linear.wide` where the shape allows. block_k: the stream's; 0 for
+    the shape's own."""
     from specla.ops import gemm_stream as stream
-    from specla.ops.gemm_wide import WideLinear
+    from specla.ops import gemm_wide as wide
 
     span = linear.tiling.span
     ring = stream.ring_for(linear.weight.shape[0], linear.max_partials, PROCESSORS)
@@ -278,7 +278,8 @@ def stream_linear(linear: PackedLinear, block_k: int = 0) -> None:
         ring = ring._replace(block_k=block_k)
     if stream.fits(linear.weight, span, ring):
         linear.stream = stream.StreamLinear(linear.weight, linear.kind, span, ring)
-        linear.wide = WideLinear(linear.weight, linear.kind, span)
+    if wide.fits(linear.weight, span):
+        linear.wide = wide.WideLinear(linear.weight, linear.kind, span)
 
 
 def check_shape(shape: RecurrentShape) -> None:

@@ -115,6 +115,8 @@ class StreamLinear:
         stage = (r.block_o + block_m) * r.block_k * 2
         blocks = triton.cdiv(span, r.block_k)
         slots = max(1, r.bytes // stage)
+        # A slot is asked for anew while the next one is in use.
+        assert blocks <= slots or slots > 1, "more rows than the ring has room for"
         assert not mix or (blocks <= slots and block_m <= MAX_MIX_ROWS)
         return {
             "OUT": outputs,

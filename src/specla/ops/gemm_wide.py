@@ -74,6 +74,14 @@ def tile_for(outputs: int, num_rows: int, spans: int, partials: int) -> Tile:
     return min(kinds, key=lambda kind: time(*kind))[0]
 
 
+def fits(weight: Tensor, span: int) -> bool:
+    """Whether the kernel can do it; otherwise `ops.gemm` does."""
+    inputs, block_k = weight.shape[1], max(tile.block_k for tile, _ in TILES)
+    aligned = inputs % 8 == 0 and weight.data_ptr() % 16 == 0
+    # A tile has two blocks or more: a slot is asked for anew while the next one is in use.
+    return aligned and (span % block_k == 0 or span >= inputs) and min(span, inputs) > block_k
+
+
 def count(tile: Tile, outputs: int, num_rows: int, partials: int) -> int:
     """Tiles of a product."""
     return triton.cdiv(outputs, tile.block_o) * triton.cdiv(num_rows, tile.block_m) * partials
@@ -87,8 +95,7 @@ def accumulators(tile: Tile) -> int:
 class WideLinear:
     """A weight [O, I] and its launches; as `gemm.PackedLinear` for any number of rows.
 
-    kind, span: as there; where there is more than one span it is a multiple of every block_k.
-    tile: for measurements, the only one to take.
+    kind, span: as there; see `fits`. tile: for measurements, the only one to take.
     """
 
     def __init__(self, weight: Tensor, kind: str, span: int, tile: Tile | None = None) -> None:
@@ -123,6 +130,8 @@ class WideLinear:
         spans, blocks = triton.cdiv(inputs, span), triton.cdiv(span, tile.block_k)
         assert spans == 1 or span % tile.block_k == 0
         stage = 2 * (tile.block_o + tile.block_m) * tile.block_k
+        stages = min(tile.ring // stage, blocks * (spans // partials))
+        assert stages > 1
         return {
             "OUT": outputs,
             "SPAN": span,
@@ -132,7 +141,7 @@ class WideLinear:
             "BLOCK_M": tile.block_m,
             "BLOCK_K": tile.block_k,
             "BLOCKS": blocks,
-            "STAGES": min(tile.ring // stage, blocks * (spans // partials)),
+            "STAGES": stages,
             "SWIGLU": self.kind == "swiglu",
             "STAGING": STAGING,
             "num_warps": tile.warps,
