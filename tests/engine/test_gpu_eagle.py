@@ -20,6 +20,7 @@ from test_eagle_device import Game
 from specla.bench.random_model import RandomGDN, gdn_1_3b
 from specla.drafters.base import DeviceDrafter, Drafter, Shape
 from specla.drafters.eagle import EagleDrafter
+from specla.drafters.eagle_device import DeviceEagle
 from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
 from specla.request import Request, SamplingParams
@@ -75,6 +76,33 @@ def test_the_trees_are_the_eager_drafters(tmp_path: Path) -> None:
     play.check_states(slots)
     assert play.most > 100
     assert play.shared / play.most > 0.95
+
+
+def test_prompts_are_the_eager_drafters_and_their_own(tmp_path: Path) -> None:
+    """By fla's chunked kernels, replayed or launched: within rounding of the torch recurrence;
+    the same bits in another slot, after other prompts."""
+    model, lengths = target(2, torch.bfloat16), (1, 63, 64, 65, 200, 512, 513)
+    path = folder(tmp_path, model)
+    eager, device = EagleDrafter(path=path), DeviceEagle(path=path)
+    for one in (eager, device):
+        one.bind(model, num_slots=2 * len(lengths), max_nodes=16, exact=True)
+    generator = torch.Generator().manual_seed(0)
+    width = model.info.hidden_size * len(device.feature_layers)
+    features = torch.randn(513, width, generator=generator).to("cuda", torch.bfloat16)
+
+    def read(drafter: EagleDrafter, slot: int, length: int) -> list[torch.Tensor]:
+        tokens = [(37 * length + 11 * i) % 31000 + 5 for i in range(length)]
+        drafter.prefill(slot, tokens, features[:length])
+        tips = drafter.model.roots([slot])
+        return [x.clone() for x in (tips.y, *tips.memory)]
+
+    first = [read(device, 1 + i, n) for i, n in enumerate(lengths)]
+    for i, n in enumerate(lengths):
+        for a, b in zip(first[i], read(eager, 1 + i, n), strict=True):
+            far = (a.float() - b.float()).abs().max() / b.float().abs().max()
+            assert far < 0.05, (n, float(far))
+    for i, n in reversed(list(enumerate(lengths))):
+        assert all(map(torch.equal, first[i], read(device, 1 + len(lengths) + i, n))), n
 
 
 def decode(

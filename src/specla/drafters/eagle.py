@@ -169,7 +169,7 @@ class EagleDrafter:
     def prefill(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
         """A chunk of the prompt (see `FeatureDrafter`)."""
         assert slot not in self._pending, "a prompt comes before what follows it"
-        self.model.prefill(slot, tokens, features)
+        self._read_prompt(slot, tokens, features)
         self._started.add(slot)
 
     @torch.inference_mode()
@@ -242,6 +242,9 @@ class EagleDrafter:
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], features: Tensor
     ) -> None:
         self.model.encode(slots, tokens, features)
+
+    def _read_prompt(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
+        self.model.prefill(slot, tokens, features)
 
     def _grow(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         if not rows:

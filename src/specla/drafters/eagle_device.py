@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The EAGLE-GDN drafter inside a round's CUDA graph: `drafters.eagle` without the host.
 
-Prompts, joins and rounds that the host takes part in stay with `EagleDrafter`: `enter` brings its
-state up to date before the rows' rounds go to the device, `leave` takes the cursors back. What is
-launched in between: `eagle_layer`.
+Joins and rounds that the host takes part in stay with `EagleDrafter`: `enter` brings its state up
+to date before the rows' rounds go to the device, `leave` takes the cursors back. What is launched
+in between: `eagle_layer`; for prompts: `eagle_prefill`.
 
 Bits are not the host's and depend on the batch: products, sums and their order are other ones.
 A drafter's bits may (rule M accepts losslessly whatever is proposed); the same batch gives the
@@ -18,10 +18,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specla.config import prefill_kernels
 from specla.drafters.eagle import EagleDrafter
 from specla.drafters.eagle_buffers import Limits, check_limits
 from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_layer import EagleLayer
+from specla.drafters.eagle_prefill import EaglePrompts
 from specla.drafters.options import require_int
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
@@ -63,6 +65,7 @@ class DeviceEagle(EagleDrafter):
         variant = f"{self.info.variant} on_device"
         self.info = replace(self.info, variant=variant)
         self._layer: EagleLayer | None = None
+        self._prompts: EaglePrompts | None = None
         # Committed tokens of the rows on the device when they came, by slot.
         self._base: dict[int, int] = {}
 
@@ -87,6 +90,11 @@ class DeviceEagle(EagleDrafter):
         self._layer = EagleLayer(self.model, self._limits(num_slots, max_nodes))
         self.info = replace(self.info, level_bytes=self._layer.level_bytes)
         if model.device.type == "cuda":
+            recurrence, _ = prefill_kernels(str(model.dtype).removeprefix("torch."))
+            # The torch recurrence has not been captured anywhere.
+            self._prompts = EaglePrompts(
+                self.model, self._layer.gate_up, recurrence, graphs=recurrence == "fla"
+            )
             # Compiles what an engine would otherwise wait for in the middle of a text.
             self._layer.take_in([], [], [], self.model.weights.fc.new_zeros(0, self._width))
 
@@ -140,6 +148,13 @@ class DeviceEagle(EagleDrafter):
                 emitted = [*(tokens[b][node] for node in path[1:]), tokens[b][0]]
                 at = [b * width + node for node in path]
                 self._pending[slot] = emitted, [features.rows(at)]
+
+    def _read_prompt(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
+        """By the kernels of the target's prompts, where it is a device's."""
+        if self._prompts is None:
+            super()._read_prompt(slot, tokens, features)
+        else:
+            self._prompts(slot, tokens, features)
 
     def _catch_up(self, waiting: Sequence[int]) -> None:
         """Nothing: `_take_in` takes many at once, on top of a log that prompts do not have."""

@@ -71,6 +71,11 @@ class EagleLayer(Chain):
         return values
 
     @property
+    def gate_up(self) -> Tensor:
+        """The MLP's first product [2 I, D], packed."""
+        return self._linears.gate_up.weight
+
+    @property
     def level_bytes(self) -> int:
         """Of the weights that a level's launches read: all products but fc."""
         read = [x.weight for x in self._linears if x is not self._linears.fc]
@@ -138,8 +143,8 @@ class EagleLayer(Chain):
         x = make("x", num_flat, self._linears.in_proj.weight.shape[1])
         residual = make("residual", num_flat, w.norm.shape[0])
         kernels.encode_inputs(
-            enc, partials, fc.num_partials(num_flat), fc.max_partials, w.embeddings, w.embed_norm,
-            w.feature_norm, x, residual, self._eps, pdl=self._pdl,
+            enc.tokens, enc.num_nodes, partials, fc.num_partials(num_flat), fc.max_partials,
+            w.embeddings, w.embed_norm, w.feature_norm, x, residual, self._eps, pdl=self._pdl,
         )  # fmt: skip
         y = make("y", num_flat, self._linears.in_proj.weight.shape[0])
         self._linears.in_proj(x, y)

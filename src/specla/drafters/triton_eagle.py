@@ -133,7 +133,8 @@ def take_features(
 
 
 def encode_inputs(
-    enc: DeviceRound,
+    tokens: Tensor,
+    count: Tensor,
     partials: Tensor,
     num_partials: int,
     max_partials: int,
@@ -147,11 +148,12 @@ def encode_inputs(
     pdl: bool = False,
 ) -> None:
     """The layer's inputs x [B * P, T + D] (see `triton_grow.Reading`) and residual [B * P, D]:
-    the sum of fc's partial sums, rounded."""
+    the sum of fc's partial sums, rounded. tokens [B, P] int32, of which a row's first count[b]
+    are there."""
     inputs, hidden = embed_norm.shape[0], feature_norm.shape[0]
     _inputs_kernel[(x.shape[0],)](
-        enc.tokens,
-        enc.num_nodes,
+        tokens,
+        count,
         partials,
         embeddings,
         embed_norm,
@@ -161,7 +163,7 @@ def encode_inputs(
         x.shape[0],
         num_partials,
         eps,
-        P=enc.tokens.shape[1],
+        P=tokens.shape[1],
         PARTIALS=max_partials,
         T=inputs,
         D=hidden,
