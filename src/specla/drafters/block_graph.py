@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from specla.drafters.reader_device import StateReads
 
 LEAST_CONTEXT = 256  # tokens per slot at first; twice as many whenever they do not suffice
-MOST_AT_ONCE = 128  # committed tokens of one graph; a prompt's chunks are launched one by one
+MOST_AT_ONCE = 512  # committed tokens of one graph; longer chunks of prompts are launched
 
 
 class GraphBlock(BlockDrafter):
