@@ -43,6 +43,11 @@ def prefill(x: Tensor, weight: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
 def packed(x: Tensor, weight: Tensor, same: Tensor) -> Tensor:
     """Texts from their starts, end to end: x [M, C] raw inputs, weight [C, W], same [M, W] bool:
     whether the token W - 1 - j places before is of the same text. Returns y [M, C]."""
+    if x.is_cuda:
+        # Triton is imported where there is a GPU only.
+        from specla.ops import triton_conv
+
+        return triton_conv.packed(x, weight, same)
     width = weight.shape[1]
     history = torch.cat([x.new_zeros(width - 1, x.shape[1]), x])
     taps = [history[j : j + len(x)] * same[:, j, None] for j in range(width)]

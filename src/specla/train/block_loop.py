@@ -27,7 +27,6 @@ from specla.drafters.block_config import BlockConfig
 from specla.drafters.block_model import BlockModel, Inject
 from specla.drafters.calibration import calibrate
 from specla.models.base import TargetModel
-from specla.ops.transfer import sent
 from specla.train.block import BlockNet, ReaderNet
 from specla.train.block_batches import BlockBatch, Lessons, known_drafts, lessons, some
 from specla.train.capture import Text
@@ -173,8 +172,7 @@ class BlockSteps(Steps[BlockBatch]):
             return None
         assert self._states is not None
         reader = self.reader.reader()
-        states = self._states(batch, sent(places, batch.tokens.device))
-        reading = reader.read_folded(states)
+        reading = reader.read_folded(self._states(batch, places))
         return lambda h: reader.delta(h, reading)
 
     @torch.no_grad()

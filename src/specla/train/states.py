@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from specla.models.base import TargetModel
-from specla.ops.gdn.reference import per_value_head
+from specla.ops.gdn.reference import Inputs, per_value_head
+from specla.ops.transfer import sent
 from specla.train.block_batches import BlockBatch
 from specla.train.delta_rule import Scan, scan
-from specla.train.gdn import pack_masks
+from specla.train.gdn import Packing, pack_masks
 
 CHUNK = 64
 
@@ -36,20 +37,26 @@ class States:
 
     @torch.no_grad()
     def __call__(self, batch: BlockBatch, places: Tensor) -> list[Tensor]:
-        """Per layer [A, G, V, K] float32: the states before the places [A], on the batch's device,
-        of rows laid end to end. A place can be that of an anchor: it is not in its state."""
-        shape = self._model.info.recurrent
+        """Per layer [A, G, V, K] float32, on the batch's device: the states before the places [A],
+        which are on the host and ascend, of rows laid end to end. A place can be that of an
+        anchor: it is not in its state."""
+        shape, device = self._model.info.recurrent, batch.tokens.device
         packing = pack_masks(batch.segments, shape.conv_width, CHUNK)
-        found = list[Tensor]()
-        for layer in self._layers:
-            x = self._inputs(batch, layer)
-            given = self._model.recurrence_inputs(layer, x, packing.taps.flatten(0, 1))
-            k = per_value_head(given.k, shape.num_value_heads)
-            k, v, g, beta = (
-                x.unflatten(0, batch.tokens.shape) for x in (k, given.v, given.g, given.beta)
-            )
-            found.append(_before(scan(k, v, g, beta, packing.chunk), batch, places))
-        return found
+        same = packing.taps.flatten(0, 1)
+        given = (
+            self._model.recurrence_inputs(layer, self._inputs(batch, layer), same)
+            for layer in self._layers
+        )
+        if batch.tokens.is_cuda:
+            # Triton is imported where there is a GPU only.
+            from specla.train.triton_states import states_at
+
+            documents = _documents(batch.ends, places)
+            asked = sent(torch.cat([*documents, places]).int(), device)
+            count = len(documents[0])
+            return [states_at(x.k, x.v, x.g, x.beta, asked, count) for x in given]
+        at, heads = sent(places, device), shape.num_value_heads
+        return [_before(_scanned(x, batch, packing, heads), batch, at) for x in given]
 
     def _inputs(self, batch: BlockBatch, layer: int) -> Tensor:
         """[B * T, D]."""
@@ -57,6 +64,22 @@ class States:
             return self._model.embeddings[batch.tokens.flatten().clamp(min=0)]
         at, width = self._captured.index(layer - 1), self._model.info.hidden_size
         return batch.features[..., at * width : (at + 1) * width].flatten(0, 1)
+
+
+def _documents(ends: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the documents that have places: where they start, and which places are theirs, from the
+    first to the one past the last. ends [M]: where each token's document ends."""
+    starts = torch.cat([torch.ones(1, dtype=torch.bool), ends.diff() != 0]).nonzero().flatten()
+    owner = torch.searchsorted(starts, places, right=True) - 1
+    owners, counts = owner.unique_consecutive(return_counts=True)
+    past = counts.cumsum(0)
+    return starts[owners], past - counts, past
+
+
+def _scanned(x: Inputs, batch: BlockBatch, packing: Packing, heads: int) -> Scan:
+    k = per_value_head(x.k, heads)
+    k, v, g, beta = (y.unflatten(0, batch.tokens.shape) for y in (k, x.v, x.g, x.beta))
+    return scan(k, v, g, beta, packing.chunk)
 
 
 def _before(states: Scan, batch: BlockBatch, places: Tensor) -> Tensor:
