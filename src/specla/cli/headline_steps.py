@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from specla.models.tokenizer import Tokenizer
 
 SIZES = ("gdn-1.3b", "toy")
-MAX_NODES, MAX_DEPTH = 16, 6
+# A chain of seven drafts fills a round of eight nodes.
+MAX_NODES, MAX_DEPTH = 16, 7
 NO_PRUNING = 1e9
 # Of the time for measuring, what may have passed when methods stop that answer one prompt at a
 # time, and when batches stop; fla's loop, which needs seconds per prompt, has the rest.
