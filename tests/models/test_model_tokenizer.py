@@ -84,6 +84,27 @@ def test_lone_surrogates_are_refused(tokenizer: Tokenizer, text: str) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
+def test_short_runs_are_decoded_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without special tokens apart; a long run is not kept."""
+    decoded: list[tuple[int, ...]] = []
+    decode = tokenizer._backend.decode
+
+    def watched(ids: list[int], **options: object) -> str:
+        decoded.append(tuple(ids))
+        return str(decode(ids, **options))
+
+    monkeypatch.setattr(tokenizer._backend, "decode", watched)
+    ids = tokenizer.encode("not said before")
+    wanted = [ids[-2:], ids[-2:], ids[-1:], ids * 2, ids * 2, ids[-2:]]
+    texts = [tokenizer.decode(one) for one in wanted]
+    assert decoded == [tuple(one) for one in (ids[-2:], ids[-1:], ids * 2, ids * 2)]
+    assert texts[0] == texts[1] == texts[5] != texts[2]
+    special = [tokenizer.eos_token_ids[0], ids[-1]]
+    assert tokenizer.decode(special) != tokenizer.decode(special, skip_special_tokens=False)
+
+
 @pytest.mark.parametrize("token", [-1, 320, 1 << 31, 1 << 63])
 def test_ids_outside_the_vocabulary_are_no_text(tokenizer: Tokenizer, token: int) -> None:
     assert tokenizer.decode([5, token]) == tokenizer.decode([5])

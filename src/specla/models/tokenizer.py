@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from specla.errors import InvalidCheckpoint, RequestRejected
 from specla.models.files import eos_token_ids, read_json_object
 
 Message = Mapping[str, Any]
+SHORT, KEPT = 4, 1 << 16
+"""Tokens of a run that is decoded once, and how many such runs are remembered. Incremental text
+decodes two short runs per token, most of them again and again."""
 # Errors a template's expressions can raise besides Jinja's own, for example by 1 / 0.
 _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
@@ -41,6 +45,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab().values()) + 1
         self.special_ids = frozenset(int(i) for i in backend.all_special_ids)
         self.has_chat_template = bool(backend.chat_template)
+        self._decode_short = lru_cache(KEPT)(self._decode)
 
     @property
     def digest(self) -> str:
@@ -70,6 +75,10 @@ class Tokenizer:
         An id the tokenizer does not know is no text: a model's vocabulary may be padded beyond
         its tokenizer's, and a token drawn from the padding must not end a request.
         """
+        decode = self._decode_short if len(ids) <= SHORT else self._decode
+        return decode(tuple(ids), skip_special_tokens)
+
+    def _decode(self, ids: tuple[int, ...], skip_special_tokens: bool) -> str:
         text = self._backend.decode(
             [i for i in ids if 0 <= i < self.vocab_size],
             skip_special_tokens=skip_special_tokens,
