@@ -203,7 +203,11 @@ def test_figures_have_the_issues_names() -> None:
     samples = everything()
     batch = h.Batch(suite="gsm8k", size=64, method=h.BUDGET, tokens=9, seconds=1.0,
                     plain_seconds=1.2, same=64, looping=3)  # fmt: skip
-    found = page.metrics(h.scores(samples), [batch], samples, {})
+    steps = {"reader": 20, "reader-joint": 90, "block-first": 20, "block-more": 85}
+    trained = {name: {"steps": n, "seconds": n / 10} for name, n in steps.items()}
+    found = page.metrics(h.scores(samples), [batch], samples, {}, trained)
+    (gain,) = (m for m in found if m.name == "reader_tau_gain")
+    assert "reader 20 + 90 steps, 11 s; without 20 + 85 steps, 10 s" in gain.baseline
     values = {m.name: m.value for m in found}
     assert values["e2e_gsm8k_b1"] == values["e2e_mixed_b1"] == pytest.approx(2)
     assert values["e2e_humaneval_b1"] == pytest.approx(2)

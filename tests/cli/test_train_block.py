@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from specla.cli import main
@@ -37,6 +38,13 @@ def train(toy: str, folder: Path, prompts: str, *flags: str) -> int:
     return main(["train", toy, *files, *sizes, *other, *flags])
 
 
+def loss_of(folder: Path) -> list[float]:
+    """Shares of the loss that a run was begun with."""
+    with safe_open(folder / "trainer.safetensors", "pt") as file:
+        found: list[float] = json.loads(file.metadata()["notes"])["config"]["loss"]
+    return found[:3]
+
+
 def says(toy: str, drafter: str, capsys: CAPTURE) -> dict[str, object]:
     flags = ["-p", "Two and two", "--max-tokens", "12", "--json", "--drafter", drafter]
     assert main(["generate", toy, *flags]) == 0
@@ -47,7 +55,7 @@ def says(toy: str, drafter: str, capsys: CAPTURE) -> dict[str, object]:
 def test_a_drafter_its_reader_and_both_together(
     toy: str, prompts: str, tmp_path: Path, capsys: CAPTURE
 ) -> None:
-    block, read, both = (tmp_path / name for name in ("block", "read", "both"))
+    block, read, both, more = (tmp_path / name for name in ("block", "read", "both", "more"))
     assert train(toy, block, prompts, "--kind", "block", *SIZES, "--steps", "2") == 0
     assert "starting at step 0" in capsys.readouterr().err
     assert train(toy, block, prompts, "--kind", "block", *SIZES, "--steps", "3") == 0
@@ -56,6 +64,12 @@ def test_a_drafter_its_reader_and_both_together(
     alone = ["--start", str(block / "checkpoint"), "--rank", "3", "--state-layers", "1"]
     assert train(toy, read, prompts, *kind, *alone) == 0
     assert train(toy, both, prompts, *kind, "--joint", "--start", str(read / "checkpoint")) == 0
+    plain = ["--kind", "block", "--steps", "2", "--start", str(block / "checkpoint")]
+    assert train(toy, more, prompts, *plain, "--reader-loss") == 0
+    assert [loss_of(folder) for folder in (block, both, more)] == [
+        [0.1, 0.9, 1.0],
+        *2 * [[1.0, 0.1, 0.0]],
+    ]
     capsys.readouterr()
     files = [folder / "checkpoint" / "model.safetensors" for folder in (block, read, both)]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -112,16 +112,18 @@ def test_a_run_that_dies_goes_on_from_where_it_was_saved(
 def test_a_run_is_lengthened_by_what_there_is_time_for(
     target: TargetModel, texts: list[Text], tmp_path: Path
 ) -> None:
-    """Its rate falls to the new end; nothing is written that nobody goes on from, and no look is
-    taken twice. Of drafters with equal figures the last is kept."""
+    """Or up to a step on the way. Its rate falls to the new end; nothing is written that nobody
+    goes on from, and no look is taken twice. Of drafters with equal figures the last is kept."""
     trainer = trainer_for(
         target, texts, Recipe(rows=1, length=40, unroll=2, steps=3, lr=1e-3, warmup=1)
     )
     run, notes = session.Session(tmp_path, trainer, []), list[str]()
     run(every=9, minutes=9, note=notes.append, saves=False)
     run.lengthen(5)
+    run(every=9, minutes=9, note=notes.append, saves=False, until=4)
+    assert run.step == 4
     run(every=9, minutes=9, note=notes.append, saves=False)
-    assert [note.split()[1] for note in notes] == ["0", "3", "5"]
+    assert [note.split()[1] for note in notes] == ["0", "3", "4", "5"]
     assert trainer.optimizers[-1].param_groups[0]["lr"] == 1e-3 * rate(4 / 5, 4, 1, floor=0.02)
     assert not list(tmp_path.glob("trainer*"))
     trainer.keep(tmp_path / "last")

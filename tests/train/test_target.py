@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,6 +215,42 @@ def test_looks_have_time_of_their_own_and_are_no_part_of_a_step() -> None:
     assert (stretches.affordable(6), stretches.seconds(6)) == (1, 0.0)
 
 
+def test_a_run_that_repeats_anothers_has_its_steps_rates_and_looks() -> None:
+    """As far as there is time."""
+    asked: list[tuple[int, int | None]] = []
+    run: Any = SimpleNamespace(step=0, of=0)
+
+    def lengthen(steps: int) -> None:
+        run.of = steps
+
+    def go(*, minutes: float, tick: object, until: int) -> SimpleNamespace:
+        asked.append((run.of, until))
+        run.step = until if minutes else run.step
+        return SimpleNamespace(tau=1.0 + run.step)
+
+    run.lengthen = lengthen
+    like = [lineup.Stretch(until=7, of=1000), lineup.Stretch(until=9, of=12)]
+    assert lineup._again(run, go, like, lambda: 5.0, None) == (10.0, like)  # type: ignore[arg-type]
+    assert asked == [(1000, 7), (12, 9)]
+    run.step = 0
+    tau, done = lineup._again(run, go, like, lambda: -5.0, None)  # type: ignore[arg-type]
+    assert (tau, [stretch.until for stretch in done]) == (1.0, [0, 0])
+
+
+def test_a_readers_gain_is_measured_against_the_same_training() -> None:
+    """Rates, lessons and loss of both stages."""
+    for line_up in (lineup.GPU_LINE_UP, TOY_LINE_UP):
+        named = {one.name: one for one in line_up.entries}
+        for reads, plain in (("reader", "block-first"), ("reader-joint", "block-more")):
+            assert named[plain].like == reads
+            assert named[plain].schedule == named[reads].schedule
+            assert named[plain].options == {"reader_loss": True}
+            assert named[plain].share >= named[reads].share
+        assert named["block-more"].start == "block-first"
+        assert named["reader-joint"].start == "reader"
+        assert named["block-first"].start == named["reader"].start == "block"
+
+
 def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(
     pools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +288,7 @@ def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(
     assert missing["eagle"] is None
     assert missing["block"] == "blocks are out"
     assert missing["reader-joint"] == "reader, which it starts from, is missing"
+    assert missing["block-more"] == "reader-joint, whose steps it repeats, is missing"
     eagle = found[0]
     assert (eagle.steps, eagle.tau) == (3, 1.5)
     assert Path(str(eagle.checkpoint)).is_dir()

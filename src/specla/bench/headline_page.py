@@ -28,6 +28,8 @@ from specla.bench.kernel_report import written
 from specla.bench.loops import has_loop
 from specla.bench.measure import Sample
 
+READING, CONTROL = ("reader", "reader-joint"), ("block-first", "block-more")
+"""Entries of the line-up: a reader's two stages, and as many without one."""
 PLAIN = "own AR, graphed on a GPU, exact, same run"
 HEADERS = ("suite", "method", "prompts", "tok/s", "x AR", "95 %", "tau", "round / AR", "same",
            "loops", "cut")  # fmt: skip
@@ -42,19 +44,16 @@ def metrics(
     batches: Sequence[Batch],
     samples: Sequence[Sample],
     missing: Mapping[str, str],
+    trained: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Metric]:
     """Those of the issue first, each of them measured or missing with its reason, then all
-    methods on all suites."""
+    methods on all suites. trained: the line-up's entries by name, as `lineup.record` has them."""
     named = {(score.suite, score.method): score for score in scores}
     found = [_end_to_end(named.get((s, PRUNED)), s, missing) for s in SUITES]
     found.append(_round(named.get((GSM8K, PRUNED)), missing))
     gains = (
         ("tau_tree_over_chain_gsm8k", (TREE, CHAIN), "the chain, same depth"),
-        (
-            "reader_tau_gain",
-            (READER, BLOCK_MORE),
-            "block drafter, same extra time, its own loss, no state",
-        ),
+        ("reader_tau_gain", (READER, BLOCK_MORE), _equal(trained or {})),
     )
     for name, pair, base in gains:
         ratio = tau_ratio(samples, GSM8K, *pair)
@@ -62,6 +61,16 @@ def metrics(
     found += [_in_batch(batches, missing), _worst(named, batches, missing)]
     found += [metric for score in scores for metric in _details(score)]
     return found + [_batch(f"headline/{b.suite}/{_where(b)}/ratio", b) for b in batches]
+
+
+def _equal(trained: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the reader's gain is measured against, and what both were given."""
+    told = ["block drafter, no state: same batches, anchors, rates and loss"]
+    for what, stages in (("reader", READING), ("without", CONTROL)):
+        if found := [trained[name] for name in stages if name in trained]:
+            steps = " + ".join(str(one["steps"]) for one in found)
+            told.append(f"{what} {steps} steps, {sum(one['seconds'] for one in found):.0f} s")
+    return "; ".join(told)
 
 
 def _end_to_end(score: Score | None, suite: str, missing: Mapping[str, str]) -> Metric:

@@ -185,7 +185,7 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
     scores, unanswered = bench.scores(samples), bench.unanswered(samples)
     missing |= unanswered
     _keep_texts(plan.work / "texts.jsonl", [*samples, *more])
-    figures = page.metrics(scores, batches, samples, missing)
+    figures = page.metrics(scores, batches, samples, missing, entries)
     return {
         "unanswered": sorted(unanswered),
         "scores": [asdict(one) for one in scores],

@@ -101,6 +101,9 @@ def train(
     anchors: Annotated[
         int | None, typer.Option(rich_help_panel=BLOCK, help="Per step and process; default: 128.")
     ] = None,
+    reader_loss: Annotated[
+        bool, typer.Option(rich_help_panel=BLOCK, help="A reader's loss, to compare with one.")
+    ] = False,
     start: Annotated[
         Path | None,
         typer.Option(rich_help_panel=TRAINING, help="Folder of a drafter to start from."),
@@ -155,6 +158,7 @@ def train(
         "markov_rank": markov_rank,
         "window": window,
         "anchors": anchors,
+        "reader_loss": reader_loss or None,
         "start": start,
         "state_layers": _layer_ids("--state-layers", state_layers),
         "rank": rank,

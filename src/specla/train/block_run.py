@@ -2,8 +2,8 @@
 """One run of `specla train --kind block` or `reader`: sizes for a target, and where to start.
 
 A reader is trained in two stages: alone on a frozen drafter, then together with it (`joint`). The
-drafter that went through the second stage without a reader (`--kind block --start`) is what its
-gain is measured against.
+drafter that went through as much without a reader (`--kind block --start`, with `reader_loss`) is
+what its gain is measured against.
 """
 
 from __future__ import annotations
@@ -188,6 +188,7 @@ class BlockRun(Session[BlockBatch]):
         compute: of matrix products.
         start: folder of the drafter to start from (and of its reader, if it has one).
         reader: train a state reader of this configuration. joint: and the drafter with it.
+        reader_loss: without a reader, its loss nevertheless.
         team: the processes that train it; recipe is of all of them.
     """
 
@@ -205,6 +206,7 @@ class BlockRun(Session[BlockBatch]):
         start: Path | None = None,
         reader: ReaderConfig | None = None,
         joint: bool = False,
+        reader_loss: bool = False,
         team: Team = ALONE,
     ) -> None:
         texts, held_out = teaching(texts, held_out, recipe)
@@ -216,7 +218,7 @@ class BlockRun(Session[BlockBatch]):
             packer,
             texts,
             recipe,
-            shares=shares_for(config) if reader is None else READER_SHARES,
+            shares=READER_SHARES if reader or reader_loss else shares_for(config),
             reader=None if reader is None else _reader(model, reader, start),
             captured=captured_layers(config, reader),
             joint=joint,

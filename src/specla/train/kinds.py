@@ -115,6 +115,7 @@ class _Block(Kind):
     ) -> None:
         self._model, self._start = model, own.get("start")
         self._recipe = BlockRecipe(**schedule, **_of(BlockRecipe, own))
+        self._reader_loss = bool(own.get("reader_loss", False))
         sizes = _of(BlockSizes, own)
         if self._start is None:
             self._config = block_config_for(model, BlockSizes(**sizes), tokenizer_hash)
@@ -139,7 +140,7 @@ class _Block(Kind):
         )  # fmt: skip
 
     def _reading(self) -> dict[str, Any]:
-        return {}
+        return {"reader_loss": self._reader_loss}
 
 
 class _Reader(_Block):
@@ -186,6 +187,6 @@ def _of(kind: type, own: Options) -> dict[str, Any]:
 
 KINDS: Mapping[str, tuple[type[_Eagle] | type[_Block], tuple[str, ...]]] = {
     "eagle": (_Eagle, (*_names(Sizes), "unroll", "start")),
-    "block": (_Block, (*_names(BlockSizes), "anchors", "start")),
+    "block": (_Block, (*_names(BlockSizes), "anchors", "start", "reader_loss")),
     "reader": (_Reader, (*_names(ReaderSizes), "anchors", "start", "joint")),
 }

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from specla.train.kinds import kind_of
 from specla.train.packing import TOKEN_BITS, load_pools
 from specla.train.run import Prompt, texts_of
 from specla.train.session import CHECKPOINT, Session, Tick, compute_for, held_apart
+from specla.train.steps import Figures
 
 Note = Callable[[str], None]
 
@@ -47,7 +49,8 @@ class Entry:
     """One drafter of the line-up.
 
     kind, options, schedule: see `kinds.kind_of`. share: of the time for training. start: the
-    entry whose drafter it goes on from.
+    entry whose drafter it goes on from. like: an entry before it whose steps it repeats, as many
+    and at the same rates, as far as its time allows.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Entry:
     options: Mapping[str, Any] = field(default_factory=dict)
     schedule: Mapping[str, Any] = field(default_factory=dict)
     start: str | None = None
+    like: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,27 @@ class LineUp:
     keep_bytes: int = 40 << 30
 
 
+def _reading(schedule: Mapping[str, Any]) -> tuple[Entry, ...]:
+    """A reader in two stages, of which the first has little to learn; and what its gain is
+    measured against: the same lessons at the same rates by the same loss, without a state."""
+    joint, plain = {"joint": True}, {"reader_loss": True}
+    return (
+        Entry(name="reader", kind="reader", share=0.03, schedule=schedule, start="block"),
+        Entry(
+            name="reader-joint", kind="reader", share=0.17, schedule=schedule, start="reader",
+            options=joint,
+        ),
+        Entry(
+            name="block-first", kind="block", share=0.03, schedule=schedule, start="block",
+            options=plain, like="reader",
+        ),
+        Entry(
+            name="block-more", kind="block", share=0.17, schedule=schedule, start="block-first",
+            options=plain, like="reader-joint",
+        ),
+    )  # fmt: skip
+
+
 _LARGE = {"rows": 8, "length": 1024}
 _READING = {**_LARGE, "lr": 1e-4}
 GPU_LINE_UP = LineUp(
@@ -89,14 +114,7 @@ GPU_LINE_UP = LineUp(
             },
         ),
         Entry(name="block", kind="block", share=0.24, schedule={**_LARGE, "lr": 6e-4}),
-        Entry(name="reader", kind="reader", share=0.1, schedule=_READING, start="block"),
-        Entry(
-            name="reader-joint", kind="reader", share=0.1, schedule=_READING, start="reader",
-            options={"joint": True},
-        ),
-        # What the reader's gain is measured against: the time of both its stages, no state, and
-        # the block's own loss.
-        Entry(name="block-more", kind="block", share=0.2, schedule=_READING, start="block"),
+        *_reading(_READING),
     ),
     prompts=12_000,
     keep_bytes=72 << 30,
@@ -110,12 +128,7 @@ TOY_LINE_UP = LineUp(
     entries=(
         Entry(name="eagle", kind="eagle", share=0.4, schedule=_SMALL, options=_EAGLE),
         Entry(name="block", kind="block", share=0.24, schedule=_SMALL, options=_BLOCK),
-        Entry(name="reader", kind="reader", share=0.1, schedule=_SMALL, start="block"),
-        Entry(
-            name="reader-joint", kind="reader", share=0.1, schedule=_SMALL, start="reader",
-            options={"joint": True},
-        ),
-        Entry(name="block-more", kind="block", share=0.2, schedule=_SMALL, start="block"),
+        *_reading(_SMALL),
     ),
     prompts=30,
     pools={"gsm8k": 0.6, "functions": 0.4},
@@ -124,6 +137,14 @@ TOY_LINE_UP = LineUp(
     probe=0.3,
 )  # fmt: skip
 """Of `target.toy_scale`'s target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Of a run, between two looks: up to step `until` of a schedule of `of` steps."""
+
+    until: int
+    of: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +157,7 @@ class Trained:
     seconds: float = 0.0
     tau: float | None = None
     checkpoint: str | None = None
+    stretches: tuple[Stretch, ...] = ()
     missing: str | None = None
 
 
@@ -170,8 +192,9 @@ def train_line_up(
         note(f"{entry.name}: {seconds:.0f} s")
         try:
             one = _train(
-                features, tokenizer_hash, work, entry, line_up.probe, texts, seconds, tick, note
-            )
+                features, tokenizer_hash, work, entry, _stretches(entry, found), line_up.probe,
+                texts, seconds, tick, note,
+            )  # fmt: skip
         except what_may_fail() as error:
             one = Trained(name=entry.name, kind=entry.kind, missing=str(error).split("\n")[0])
         if one.missing is not None:
@@ -255,6 +278,7 @@ def _train(
     tokenizer_hash: str,
     work: Path,
     entry: Entry,
+    like: Sequence[Stretch],
     probe: float,
     texts: Sequence[Text],
     seconds: float,
@@ -279,21 +303,66 @@ def _train(
     def left() -> float:
         return began + seconds - time.monotonic()
 
-    # Steps become faster, as features are kept: a run is as long as its last stretch says.
-    stretches = Stretches(run, left)
-    figures = run(every=ENDLESS, minutes=min(probe, left() / 3) / 60, note=note, saves=False)
-    for looks in range(LOOKS - 2, 0, -1):
-        run.lengthen(run.step + stretches.affordable(looks))
-        minutes = stretches.seconds(looks) / 60
-        figures = run(every=ENDLESS, minutes=minutes, tick=tick, note=note, saves=False)
+    go = partial(run, every=ENDLESS, note=note, saves=False)
+    again = partial(_again, run, go, like, left, tick)
+    tau, done = again() if like else _by_clock(run, go, probe, left, tick)
+    if like and run.step < (wanted := like[-1].until):
+        note(f"{entry.name}: {run.step} of {wanted} steps of {entry.like}, for lack of time")
     return Trained(
         name=entry.name,
         kind=entry.kind,
         steps=run.step,
         seconds=time.monotonic() - began,
-        tau=figures.tau,
+        tau=tau,
         checkpoint=str(folder / CHECKPOINT),
+        stretches=tuple(done),
     )
+
+
+def _stretches(entry: Entry, found: Sequence[Trained]) -> tuple[Stretch, ...]:
+    """Those that an entry repeats; none where it repeats no other's."""
+    if entry.like is None:
+        return ()
+    for one in found:
+        if one.name == entry.like and one.stretches:
+            return one.stretches
+    raise SpeclaError(f"{entry.like}, whose steps it repeats, is missing")
+
+
+def _by_clock(
+    run: Session[Any],
+    go: Callable[..., Figures],
+    probe: float,
+    left: Callable[[], float],
+    tick: Tick | None,
+) -> tuple[float, list[Stretch]]:
+    """The last held-out tau, and the stretches. Steps become faster, as features are kept: a run
+    is as long as its last stretch says."""
+    stretches, done = Stretches(run, left), list[Stretch]()
+    figures = go(minutes=min(probe, left() / 3) / 60)
+    done.append(Stretch(until=run.step, of=ENDLESS))
+    for looks in range(LOOKS - 2, 0, -1):
+        steps = run.step + stretches.affordable(looks)
+        run.lengthen(steps)
+        figures = go(minutes=stretches.seconds(looks) / 60, tick=tick)
+        done.append(Stretch(until=run.step, of=steps))
+    return figures.tau, done
+
+
+def _again(
+    run: Session[Any],
+    go: Callable[..., Figures],
+    like: Sequence[Stretch],
+    left: Callable[[], float],
+    tick: Tick | None,
+) -> tuple[float, list[Stretch]]:
+    """The same stretches as another run's, as far as there is time."""
+    done = list[Stretch]()
+    for stretch in like:
+        run.lengthen(stretch.of)
+        figures = go(minutes=max(left(), 0.0) / 60, tick=tick, until=stretch.until)
+        done.append(Stretch(until=run.step, of=stretch.of))
+    return figures.tau, done
 
 
 class Stretches:

@@ -67,10 +67,11 @@ class Session(Generic[B]):
         tick: Tick | None = None,
         note: Callable[[str], None],
         saves: bool = True,
+        until: int | None = None,
     ) -> Figures:
         """Train to the end of the schedule, or for `minutes`; held-out figures and a checkpoint
         every so many steps and at the end, so that both are of the last step. saves: whether it
-        can be gone on with by another process.
+        can be gone on with by another process. until: a step of the schedule at which to stop.
 
         Raises:
             ConfigError: `every` is not above 0.
@@ -78,7 +79,8 @@ class Session(Generic[B]):
         if every < 1:
             raise ConfigError(f"steps between figures (every) must be above 0, got {every}")
         trainer, began, losses = self._steps, time.monotonic(), list[Tensor]()
-        last, saved = trainer.schedule.steps, began
+        saved, last = began, trainer.schedule.steps
+        last = last if until is None else min(until, last)
         found = self.look([], note)
 
         def in_time() -> bool:
