@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from specla.bench import headline as h
 from specla.bench import headline_page as page
 from specla.bench.measure import Method, Prompt, Sample
 from specla.errors import SpeclaError
-from specla.request import Completion, SamplingParams
+from specla.request import BudgetReport, Completion, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8)
 SUITES = {s: [Prompt(kind=s, text=f"{s} {i}") for i in range(n)]
@@ -45,6 +47,15 @@ def everything() -> list[Sample]:
         for i in range(4)
         for method, (rounds, seconds) in speeds.items()
     ]
+
+
+def whole_batch() -> h.Batch:
+    """A fifth faster than AR, half as fast again without prompts."""
+    return h.Batch(
+        suite="gsm8k", size=64, method=h.BUDGET, tokens=9, seconds=1.0, plain_seconds=1.2,
+        decode_s=0.6, plain_decode_s=0.9, rounds=30, tau=3.2, drafts=4.1, drafted=0.97, same=64,
+        looping=3,
+    )  # fmt: skip
 
 
 def test_suites_take_turns() -> None:
@@ -117,8 +128,7 @@ def test_a_method_that_answers_nothing_has_no_score_but_a_reason() -> None:
     scores = h.scores(broken)
     assert (h.PRUNED, "gsm8k") not in {(s.method, s.suite) for s in scores}
     assert len(scores) == len(h.scores(samples)) - 2
-    batch = h.Batch(suite="gsm8k", size=64, method=h.BUDGET, tokens=9, seconds=1.0,
-                    plain_seconds=1.2, same=64, looping=3)  # fmt: skip
+    batch = whole_batch()
     named = {m.name: m for m in page.metrics(scores, [batch], broken, why)}
     for name in ("e2e_gsm8k_b1", "round_over_ar", "e2e_worst_case"):
         assert named[name].value is None
@@ -155,8 +165,7 @@ def test_prompts_that_ar_was_not_asked_are_no_failures() -> None:
 
 def test_the_worst_case_is_over_every_suite_and_batch() -> None:
     samples = everything()
-    whole = h.Batch(suite="gsm8k", size=64, method=h.BUDGET, tokens=9, seconds=1.0,
-                    plain_seconds=1.2, same=64, looping=3)  # fmt: skip
+    whole = whole_batch()
     few = replace(whole, size=4, plain_seconds=1.1)
     mixed = replace(whole, suite="mixed", plain_seconds=0.9)
     found = page.metrics(h.scores(samples), [mixed, few, whole], samples, {})
@@ -183,7 +192,28 @@ def test_batches_of_every_suite_and_size() -> None:
 def test_loops_and_cut_answers_are_counted() -> None:
     looping = replace(answer(96, 96, 1.0), token_ids=(1, 2) * 48, finish_reason="length")
     (score,) = h.scores([sample(h.AR, "gsm8k", looping)])
-    assert (score.looping, score.unended) == (1, 1)
+    assert (score.looping, score.unended, score.ratio_clean) == (1, 1, None)
+    assert page.cells(score)[page.HEADERS.index("no loops")] == "-"
+
+
+def test_a_ratio_without_looping_answers() -> None:
+    """The loop is decoded ten times as fast, the other answer twice."""
+    loop = replace(answer(96, 96, 1.0), token_ids=(1, 2) * 48)
+    samples = [
+        sample(h.AR, "gsm8k", answer(24, 24, 0.24), 0),
+        sample(h.TREE, "gsm8k", answer(24, 12, 0.12), 0),
+        sample(h.AR, "gsm8k", loop, 1),
+        sample(h.TREE, "gsm8k", replace(loop, timing=answer(96, 10, 0.1).timing), 1),
+    ]
+    _, tree = h.scores(samples)
+    assert tree.ratio_clean is not None
+    assert tree.ratio_clean.value == pytest.approx(2)
+    assert tree.ratio.value == pytest.approx(1.24 / 0.22)
+    found = {m.name: m for m in page.metrics(h.scores(samples), [], samples, {})}
+    name = f"headline/gsm8k/{h.TREE}"
+    assert found[f"{name}/ratio_clean"].value == pytest.approx(2)
+    assert found[f"{name}/ratio"].value == pytest.approx(1.24 / 0.22)
+    assert page.cells(tree)[page.HEADERS.index("no loops")] == "2.00"
 
 
 def test_the_interval_is_over_prompts_and_repeatable() -> None:
@@ -201,8 +231,7 @@ def test_the_interval_is_over_prompts_and_repeatable() -> None:
 
 def test_figures_have_the_issues_names() -> None:
     samples = everything()
-    batch = h.Batch(suite="gsm8k", size=64, method=h.BUDGET, tokens=9, seconds=1.0,
-                    plain_seconds=1.2, same=64, looping=3)  # fmt: skip
+    batch = whole_batch()
     steps = {"reader": 20, "reader-joint": 90, "block-first": 20, "block-more": 85}
     trained = {name: {"steps": n, "seconds": n / 10} for name, n in steps.items()}
     found = page.metrics(h.scores(samples), [batch], samples, {}, trained)
@@ -215,6 +244,9 @@ def test_figures_have_the_issues_names() -> None:
     assert values["tau_tree_over_chain_gsm8k"] == pytest.approx(1.5)
     assert values["reader_tau_gain"] == pytest.approx(1.2)
     assert values["e2e_gsm8k_b64"] == values["e2e_worst_case"] == pytest.approx(1.2)
+    name = f"headline/gsm8k/{h.BUDGET}, batch of 64/decode_ratio"
+    assert values[name] == pytest.approx(1.5)
+    assert values["headline/gsm8k/tree/ratio_clean"] == pytest.approx(2)
     assert values["headline/mixed/chain/tau"] == pytest.approx(2)
     rows = page.csv_rows(found, {"commit": "x"})
     assert {row["metric"] for row in rows} == set(values)
@@ -232,26 +264,79 @@ def test_what_is_missing_is_said_with_its_reason() -> None:
         assert "eagle was not trained" in named[name].notes
     assert "no reader" in named["reader_tau_gain"].notes
     assert named["e2e_worst_case"].notes == "not measured in this run"
-    text = page.page(scores, found, missing, {"device": "made up"})
+    text = page.page(scores, [], found, missing, {"device": "made up"})
+    assert "In batches" not in text
     assert "| FLA-SD | no fla |" in text
     assert "| `e2e_gsm8k_b1` | missing | tree + pruning: eagle was not trained |" in text
     assert not any(row["metric"] == "e2e_gsm8k_b1" for row in page.csv_rows(found, {}))
 
 
-def test_a_batch_is_timed_after_a_first_go() -> None:
-    calls: list[str] = []
+def test_what_was_measured_is_read_again() -> None:
+    """From JSON: scores with and without a ratio of answers that do not loop, and a batch."""
+    looping = replace(answer(96, 96, 1.0), token_ids=(1, 2) * 48)
+    scores = h.scores([*everything(), sample(h.AR, "other", looping)])
+    found = page.metrics(scores, [whole_batch()], everything(), {})
+    record = {
+        "scores": [asdict(one) for one in scores],
+        "batches": [asdict(whole_batch())],
+        "metrics": [asdict(one) for one in found],
+    }
+    assert page.read(json.loads(json.dumps(record))) == (scores, [whole_batch()], found)
 
-    def runs(name: str, seconds: float):
-        def run(prompts):
+
+def test_the_page_has_batches_with_and_without_prompts() -> None:
+    text = page.page([], [whole_batch(), replace(whole_batch(), drafted=None)], [], {}, {})
+    row = "| gsm8k | tree, budget | 64 | 1.200 | 1.000 | 1.20 | 0.900 | 0.600 | 1.50 | 30 | 3.20 |"
+    assert f"{row} 4.1 | 97% | 64 | 3 |" in text
+    assert f"{row} 4.1 | - | 64 | 3 |" in text
+    assert page.render_batches([whole_batch()]).row_count == 1
+
+
+def test_a_batch_is_timed_by_turns_after_a_first_go() -> None:
+    calls: list[str] = []
+    shapes = [{"none": 1, "tree": 1}, {"tree": 3, "chain": 1}]
+
+    def runs(name: str, seconds: Sequence[float], rounds: int) -> Callable[..., list[Completion]]:
+        left = iter(seconds)
+
+        def run(prompts: Sequence[str]) -> list[Completion]:
             calls.append(name)
-            time.sleep(seconds)
-            return [answer(4, 2, 0.1) for _ in prompts]
+            time.sleep(next(left))
+            made = [answer(8, rounds * (i + 1), 0.01 * len(calls) * (i + 1)) for i in range(2)]
+            if name == "plain":
+                return made
+            reports = [
+                BudgetReport(
+                    policy="paying", proposed=9, chosen=9, expected=4.0, reasons={}, shapes=shape,
+                    last="",
+                )
+                for shape in shapes
+            ]  # fmt: skip
+            return [
+                replace(one, speculation=replace(one.speculation, drafted=6, budget=report))
+                for one, report in zip(made, reports, strict=True)
+            ]
 
         return run
 
-    one, kept = h.in_batch("gsm8k", h.BUDGET, ["a", "b"], runs("plain", 0.05), runs("tree", 0.01))
-    assert calls == ["plain", "tree", "plain", "tree"]
-    assert (one.size, one.same, one.tokens, one.looping) == (2, 2, 8, 0)
+    plain, tree = runs("plain", (0, 0.05, 0.06, 0.3), 8), runs("tree", (0, 0.2, 0.01, 0.012), 2)
+    one, kept = h.in_batch("gsm8k", h.BUDGET, ["a", "b"], plain, tree)
+    assert calls == ["plain", "tree"] * (1 + h.GOES)
+    assert (one.size, one.same, one.tokens, one.looping) == (2, 2, 16, 0)
+    # Calls 3, 5, 7 are AR's, 4, 6, 8 the method's; its second row takes twice as long.
+    assert (one.plain_decode_s, one.decode_s) == pytest.approx((0.1, 0.12))
+    # 2 and 4 rounds, one of them without a draft.
+    assert (one.rounds, one.tau, one.drafts) == pytest.approx((4, 16 / 6, 2))
+    assert one.drafted == pytest.approx(5 / 6)
     assert [s.prompt.text for s in kept] == ["a", "b"]
     assert page.text_record(kept[0])["loops"] is False
-    assert 1 < one.ratio < 20
+    assert 0.06 <= one.plain_seconds < 0.2, "the median"
+    assert 0.012 <= one.seconds < 0.15
+
+
+def test_an_answer_that_is_not_ars_in_one_go_is_not_the_same() -> None:
+    goes = iter([answer(4, 2, 0.1), answer(4, 2, 0.1), answer(5, 2, 0.1), answer(4, 2, 0.1)])
+    one, _ = h.in_batch(
+        "gsm8k", h.BUDGET, ["a"], lambda _: [answer(4, 4, 0.1)], lambda _: [next(goes)]
+    )
+    assert (one.same, one.drafted) == (0, None)

@@ -5,7 +5,7 @@ All methods answer a prompt before the next one comes, suites in turn, until the
 seconds are used up: where time is short, every method has answered the same, fewer, prompts.
 Ratios are of decode speeds, both over the same prompts, against exact AR in the same run; their
 intervals are bootstrapped over prompts. Looping text is easy to draft and is counted, as are
-answers that did not end by themselves.
+answers that did not end by themselves; beside every ratio stands the one without looping answers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +29,8 @@ BUDGET, BLOCK_MORE, READER = "tree, budget", "block, trained on", "block + reade
 GSM8K, HUMANEVAL, MIXED = "gsm8k", "humaneval", "mixed"
 SUITES = (GSM8K, HUMANEVAL, MIXED)
 RESAMPLES, WARM_UP = 2000, 64
+GOES = 3
+"""Of a batch, timed."""
 INTERVAL = (2.5, 97.5)
 
 
@@ -43,7 +47,8 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One method on one suite. speed: tokens/s; tau: tokens per round; round_over_ar: seconds per
+    """One method on one suite. speed: tokens/s; tau: tokens per round; ratio: of speeds, to AR's;
+    ratio_clean: that without answers that loop, None where all do; round_over_ar: seconds per
     round over those of AR. looping, unended: answers with a stretch that repeats, and answers cut
     by the limit. same: token for token as AR."""
 
@@ -55,6 +60,7 @@ class Score:
     speed: float
     tau: float
     ratio: Ratio
+    ratio_clean: Ratio | None
     round_over_ar: float
     looping: int
     unended: int
@@ -141,7 +147,8 @@ def _score(suite: str, method: str, mine: Sequence[Sample], plain: Sequence[Samp
     asked = {one.prompt for one in plain}
     mine, pairs = [one for one in mine if one.prompt in asked], _pairs(mine, plain)
     done = [one for one, _ in pairs]
-    own, base = _work([one for one, _ in pairs]), _work([one for _, one in pairs])
+    own, base = _work(done), _work([one for _, one in pairs])
+    loops = [has_loop(c.token_ids) for c, _ in done]
     rounds = sum(c.speculation.rounds for c, _ in done)
     per_round = own[:, 1].sum() / max(rounds, 1)
     return Score(
@@ -152,9 +159,10 @@ def _score(suite: str, method: str, mine: Sequence[Sample], plain: Sequence[Samp
         tokens=int(own[:, 0].sum()),
         speed=_speed(own),
         tau=own[:, 0].sum() / max(rounds, 1),
-        ratio=bootstrap(lambda at: _speed(own[at]) / _speed(base[at]), len(pairs)),
+        ratio=_over(own, base),
+        ratio_clean=None if all(loops) else _over(own[~np.array(loops)], base[~np.array(loops)]),
         round_over_ar=float(per_round * _speed(base)),
-        looping=sum(has_loop(c.token_ids) for c, _ in done),
+        looping=sum(loops),
         unended=sum(c.finish_reason == "length" for c, _ in done),
         same=sum(a[0].token_ids == b[0].token_ids for a, b in pairs),
     )
@@ -178,6 +186,11 @@ def _pairs(mine: Sequence[Sample], plain: Sequence[Sample]) -> list[tuple[Done, 
 def _work(done: Sequence[Done]) -> np.ndarray:
     """[n, 2] tokens and seconds."""
     return np.array([(len(c.token_ids), s) for c, s in done], dtype=float).reshape(-1, 2)
+
+
+def _over(own: np.ndarray, base: np.ndarray) -> Ratio:
+    """Speeds of the same prompts, see `_work`."""
+    return bootstrap(lambda at: _speed(own[at]) / _speed(base[at]), len(own))
 
 
 def _speed(work: np.ndarray) -> float:
@@ -217,8 +230,14 @@ def tau_ratio(samples: Sequence[Sample], suite: str, method: str, base: str) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A suite answered in one batch: AR's and the method's seconds, prefill included, how many
-    answers are AR's, and how many of the method's have a stretch that repeats."""
+    """A suite answered in one batch.
+
+    seconds, plain_seconds: the method's and AR's, prompts included, and decode_s, plain_decode_s
+    without them: medians over the same number of goes. rounds: of the row that had most. tau,
+    drafts, drafted: tokens and verified drafts per round of a row, and the share of these rounds
+    that had any draft, where a budget says so. same: answers that are AR's in every go; looping:
+    of the method's answers, those with a stretch that repeats.
+    """
 
     suite: str
     size: int
@@ -226,6 +245,12 @@ class Batch:
     tokens: int
     seconds: float
     plain_seconds: float
+    decode_s: float
+    plain_decode_s: float
+    rounds: int
+    tau: float
+    drafts: float
+    drafted: float | None
     same: int
     looping: int
 
@@ -233,6 +258,11 @@ class Batch:
     def ratio(self) -> float:
         """Speed over AR's."""
         return self.plain_seconds / self.seconds
+
+    @property
+    def decode_ratio(self) -> float:
+        """Speed of decoding alone over AR's."""
+        return self.plain_decode_s / self.decode_s
 
 
 def batch_cases(size: int) -> list[tuple[str, int]]:
@@ -248,24 +278,43 @@ def in_batch(
     plain: Callable[[Sequence[str]], Sequence[Completion]],
     run: Callable[[Sequence[str]], Sequence[Completion]],
 ) -> tuple[Batch, list[Sample]]:
-    """All prompts at once, AR and the method, after a first go of both that is not timed.
+    """All prompts at once, AR and the method by turns, after a first go of both that is not timed.
 
     Also gives the method's answers, to keep.
     """
     plain(prompts), run(prompts)
-    want, plain_seconds = _timed(plain, prompts)
-    got, seconds = _timed(run, prompts)
+    goes = [(_timed(plain, prompts), _timed(run, prompts)) for _ in range(GOES)]
+    got = [mine.answers for _, mine in goes]
+    truth = goes[0][0].answers
     batch = Batch(
         suite=suite,
         size=len(prompts),
         method=method,
-        tokens=sum(len(c.token_ids) for c in got),
-        seconds=seconds,
-        plain_seconds=plain_seconds,
-        same=sum(a.token_ids == b.token_ids for a, b in zip(want, got, strict=True)),
-        looping=sum(has_loop(c.token_ids) for c in got),
-    )
-    return batch, [_in_batch(batch, *pair) for pair in zip(prompts, got, strict=True)]
+        tokens=sum(len(c.token_ids) for c in got[-1]),
+        seconds=median(mine.seconds for _, mine in goes),
+        plain_seconds=median(base.seconds for base, _ in goes),
+        decode_s=median(mine.decode_s for _, mine in goes),
+        plain_decode_s=median(base.decode_s for base, _ in goes),
+        same=sum(all(c.token_ids == a.token_ids for c in row)
+                 for a, *row in zip(truth, *got, strict=True)),
+        looping=sum(has_loop(c.token_ids) for c in got[-1]),
+        **_rounds(got[-1]),
+    )  # fmt: skip
+    return batch, [_in_batch(batch, *pair) for pair in zip(prompts, got[-1], strict=True)]
+
+
+def _rounds(answers: Sequence[Completion]) -> dict[str, Any]:
+    """What a batch's rounds were: the fields of `Batch`."""
+    spoken = [c.speculation for c in answers]
+    total = max(1, sum(s.rounds for s in spoken))
+    shapes = [s.budget.shapes for s in spoken if s.budget is not None]
+    idle = sum(shape.get("none", 0) for shape in shapes)
+    return {
+        "rounds": max(s.rounds for s in spoken),
+        "tau": sum(len(c.token_ids) for c in answers) / total,
+        "drafts": sum(s.drafted for s in spoken) / total,
+        "drafted": 1 - idle / total if shapes else None,
+    }
 
 
 def _in_batch(batch: Batch, text: str, done: Completion) -> Sample:
@@ -277,9 +326,18 @@ def _in_batch(batch: Batch, text: str, done: Completion) -> Sample:
     )
 
 
-def _timed(
-    run: Callable[[Sequence[str]], Sequence[Completion]], prompts: Sequence[str]
-) -> tuple[Sequence[Completion], float]:
+class Go(NamedTuple):
+    """A batch once. decode_s: from the first round of any row to the last."""
+
+    answers: Sequence[Completion]
+    seconds: float
+
+    @property
+    def decode_s(self) -> float:
+        return max(c.timing.decode_s for c in self.answers)
+
+
+def _timed(run: Callable[[Sequence[str]], Sequence[Completion]], prompts: Sequence[str]) -> Go:
     began = time.perf_counter()
     done = run(prompts)
-    return done, time.perf_counter() - began
+    return Go(done, time.perf_counter() - began)

@@ -13,6 +13,7 @@ from specla.bench.headline import (
     BLOCK_MORE,
     BUDGET,
     CHAIN,
+    GOES,
     GSM8K,
     PRUNED,
     READER,
@@ -31,11 +32,19 @@ from specla.bench.measure import Sample
 READING, CONTROL = ("reader", "reader-joint"), ("block-first", "block-more")
 """Entries of the line-up: a reader's two stages, and as many without one."""
 PLAIN = "own AR, graphed on a GPU, exact, same run"
-HEADERS = ("suite", "method", "prompts", "tok/s", "x AR", "95 %", "tau", "round / AR", "same",
-           "loops", "cut")  # fmt: skip
+HEADERS = ("suite", "method", "prompts", "tok/s", "x AR", "95 %", "no loops", "tau",
+           "round / AR", "same", "loops", "cut")  # fmt: skip
 NOTE = (
     "tau: tokens per round, the bonus counted. round / AR: seconds per round over AR's. loops: "
-    "answers with a stretch that repeats; cut: answers that the limit ended."
+    "answers with a stretch that repeats; no loops: x AR without them; cut: answers that the "
+    "limit ended."
+)
+BATCH_HEADERS = ("suite", "method", "size", "AR, s", "s", "x AR", "AR, decoding", "decoding",
+                 "x AR", "rounds", "tau", "drafts", "drafted", "same", "loops")  # fmt: skip
+BATCH_NOTE = (
+    f"Medians of {GOES} goes by turns, after one that is not timed; decoding: without prompts. "
+    "rounds: of the row that had most; tau and drafts: tokens and verified drafts per round of a "
+    "row; drafted: rounds of rows with any."
 )
 
 
@@ -60,7 +69,7 @@ def metrics(
         found.append(_gain(name, ratio, pair, base, named.get((GSM8K, pair[0])), missing))
     found += [_in_batch(batches, missing), _worst(named, batches, missing)]
     found += [metric for score in scores for metric in _details(score)]
-    return found + [_batch(f"headline/{b.suite}/{_where(b)}/ratio", b) for b in batches]
+    return found + [metric for batch in batches for metric in _batch_details(batch)]
 
 
 def _equal(trained: Mapping[str, Mapping[str, Any]]) -> str:
@@ -77,7 +86,12 @@ def _end_to_end(score: Score | None, suite: str, missing: Mapping[str, str]) -> 
     name = f"e2e_{suite}_b1"
     if score is None:
         return _missing(name, (PRUNED, f"{PRUNED}, {suite}"), missing)
-    return _ratio(name, score.ratio, PLAIN, counts(score))
+    return _ratio(name, score.ratio, PLAIN, f"{_clean(score)}; {counts(score)}")
+
+
+def _clean(score: Score) -> str:
+    one = score.ratio_clean
+    return "all loop" if one is None else f"{one.value:.3f} without looping answers"
 
 
 def _round(score: Score | None, missing: Mapping[str, str]) -> Metric:
@@ -113,10 +127,28 @@ def _in_batch(batches: Sequence[Batch], missing: Mapping[str, str]) -> Metric:
 
 def _batch(name: str, one: Batch) -> Metric:
     notes = (
-        f"batch {one.size}, prefill included; same as AR {one.same}; looping {one.looping}; "
-        f"{one.tokens} tokens"
+        f"batch {one.size}, prefill included: {one.plain_seconds:.3f} s and {one.seconds:.3f}; "
+        f"{one.decode_ratio:.3f} without; {_batch_counts(one)}"
     )
     return Metric(name=name, value=one.ratio, baseline=PLAIN, notes=notes)
+
+
+def _batch_details(one: Batch) -> Iterable[Metric]:
+    name = f"headline/{one.suite}/{_where(one)}"
+    yield _batch(f"{name}/ratio", one)
+    yield Metric(
+        name=f"{name}/decode_ratio", value=one.decode_ratio, baseline=PLAIN,
+        notes=f"batch {one.size}, decoding alone: {one.plain_decode_s:.3f} s and "
+        f"{one.decode_s:.3f}; {_batch_counts(one)}",
+    )  # fmt: skip
+
+
+def _batch_counts(one: Batch) -> str:
+    drafted = "" if one.drafted is None else f", drafted in {one.drafted:.0%}"
+    return (
+        f"same as AR {one.same}; looping {one.looping}; {one.tokens} tokens; {one.rounds} rounds, "
+        f"tau {one.tau:.2f}, {one.drafts:.1f} drafts a round and row{drafted}"
+    )
 
 
 def _where(one: Batch) -> str:
@@ -160,6 +192,9 @@ def _details(score: Score) -> Iterable[Metric]:
     yield Metric(name=f"{name}/decode", value=score.speed, unit="tokens/s", notes=notes)
     if score.method != AR:
         yield _ratio(f"{name}/ratio", score.ratio, PLAIN, notes)
+        if score.ratio_clean is not None:
+            yield _ratio(f"{name}/ratio_clean", score.ratio_clean, PLAIN,
+                         f"without looping answers; {notes}")  # fmt: skip
         yield Metric(name=f"{name}/tau", value=score.tau, unit="tokens/round", notes=notes,
                      baseline="plain AR, 1 token/round")  # fmt: skip
 
@@ -172,10 +207,18 @@ def counts(score: Score) -> str:
     )
 
 
-def read(measured: Mapping[str, Any]) -> tuple[list[Score], list[Metric]]:
-    """Scores and figures from their JSON objects."""
-    scores = [Score(**{**one, "ratio": Ratio(**one["ratio"])}) for one in measured["scores"]]
-    return scores, [Metric(**one) for one in measured["metrics"]]
+def read(measured: Mapping[str, Any]) -> tuple[list[Score], list[Batch], list[Metric]]:
+    """Scores, batches and figures from their JSON objects."""
+    return (
+        [Score(**one | _ratios(one)) for one in measured["scores"]],
+        [Batch(**one) for one in measured["batches"]],
+        [Metric(**one) for one in measured["metrics"]],
+    )
+
+
+def _ratios(one: Mapping[str, Any]) -> dict[str, Ratio | None]:
+    names = ("ratio", "ratio_clean")
+    return {name: None if one[name] is None else Ratio(**one[name]) for name in names}
 
 
 def csv_rows(found: Sequence[Metric], head: Mapping[str, str]) -> list[dict[str, object]]:
@@ -206,12 +249,45 @@ def cells(score: Score) -> list[str]:
         f"{score.speed:.1f}",
         f"{score.ratio.value:.2f}",
         f"{score.ratio.low:.2f}-{score.ratio.high:.2f}",
+        "-" if score.ratio_clean is None else f"{score.ratio_clean.value:.2f}",
         f"{score.tau:.2f}",
         f"{score.round_over_ar:.2f}",
         f"{score.same}",
         f"{score.looping}",
         f"{score.unended}",
     ]
+
+
+def batch_cells(one: Batch) -> list[str]:
+    """One row of the table of batches."""
+    return [
+        one.suite,
+        one.method,
+        f"{one.size}",
+        f"{one.plain_seconds:.3f}",
+        f"{one.seconds:.3f}",
+        f"{one.ratio:.2f}",
+        f"{one.plain_decode_s:.3f}",
+        f"{one.decode_s:.3f}",
+        f"{one.decode_ratio:.2f}",
+        f"{one.rounds}",
+        f"{one.tau:.2f}",
+        f"{one.drafts:.1f}",
+        "-" if one.drafted is None else f"{one.drafted:.0%}",
+        f"{one.same}",
+        f"{one.looping}",
+    ]
+
+
+def render_batches(batches: Sequence[Batch]) -> Table:
+    """Their table, for a terminal."""
+    table = Table(title="In batches", title_justify="left", pad_edge=False, caption=BATCH_NOTE)
+    for name in BATCH_HEADERS:
+        left = name in BATCH_HEADERS[:2]
+        table.add_column(name, no_wrap=True, justify="left" if left else "right")
+    for one in batches:
+        table.add_row(*batch_cells(one))
+    return table
 
 
 def render(scores: Sequence[Score], title: str) -> Table:
@@ -226,6 +302,7 @@ def render(scores: Sequence[Score], title: str) -> Table:
 
 def page(
     scores: Sequence[Score],
+    batches: Sequence[Batch],
     found: Sequence[Metric],
     missing: Mapping[str, str],
     run: Mapping[str, Any],
@@ -238,6 +315,9 @@ def page(
                [(f"`{m.name}`", written(m), m.notes) for m in named])
     )  # fmt: skip
     parts += ["## All methods", markdown(HEADERS, [cells(score) for score in scores]), NOTE]
+    if batches:
+        rows = [batch_cells(one) for one in batches]
+        parts += ["## In batches", markdown(BATCH_HEADERS, rows), BATCH_NOTE]
     if missing:
         parts += ["## Missing", markdown(("what", "why"), sorted(missing.items()))]
     parts += ["## What ran", markdown(("what", "value"), [(k, str(v)) for k, v in run.items()])]

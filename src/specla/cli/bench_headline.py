@@ -116,8 +116,9 @@ def _show(done: dict[str, dict[str, Any]], plan: Plan, *, json: bool) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=LOG_WIDTH)
-    scores, found = page.read(done[MEASURE])
+    scores, batches, found = page.read(done[MEASURE])
     console.print(page.render(scores, f"{plan.size} on {done[MEASURE]['run']['device']}"))
+    console.print(page.render_batches(batches))
     console.print(metric_table([m for m in found if not m.name.startswith("headline/")]))
     for name, why in done[MEASURE]["missing"].items():
         note(f"missing: {name}: {why}")
@@ -129,7 +130,7 @@ def _record(
     from specla.bench import headline_page as page
     from specla.bench import report
 
-    scores, found = page.read(done[MEASURE])
+    scores, batches, found = page.read(done[MEASURE])
     run = done[MEASURE]["run"]
     head = {
         "date": run["date"],
@@ -143,7 +144,8 @@ def _record(
     target = results.parent / "headline" / "README.md"
     target.parent.mkdir(parents=True, exist_ok=True)
     facts = head | _facts(done)
-    target.write_text(page.page(scores, found, done[MEASURE]["missing"], facts), encoding="utf-8")
+    text = page.page(scores, batches, found, done[MEASURE]["missing"], facts)
+    target.write_text(text, encoding="utf-8")
     note(f"appended to {results}; {target}")
 
 
