@@ -7,13 +7,21 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import mean
 
 import pytest
 from budget_world import Stairs
 
 from specla.drafters.base import Shape
-from specla.drafters.budget import SWITCH_ON
-from specla.drafters.budget_free import LOADING, PLAIN, FreeBudget
+from specla.drafters.budget import STAKE, SWITCH_ON
+from specla.drafters.budget_free import (
+    LOADING,
+    PLAIN,
+    RESIDENT_LOADING,
+    RESUME_CREDIT,
+    Accounts,
+    FreeBudget,
+)
 
 LIGHT = Stairs(fixed=900, each=10, draft=20)
 DEAR = Stairs(fixed=100, each=60, draft=30)
@@ -48,6 +56,27 @@ class Run:
 def steps_of(costs: Stairs, rows: int, shape: Shape) -> float:
     draft = (costs.draft_us(rows, shape.nodes, depth=shape.depth) or 0.0) if shape.depth else 0.0
     return (costs.round_us(rows, shape.nodes) + draft) / costs.round_us(rows, 1)
+
+
+def played_text(budget: FreeBudget, p: float, rounds: int, seed: int = 0, rows: int = 1) -> Run:
+    """Rounds of a text that begins with them, over `LEVELS`; the host is one round behind."""
+    rng, run, before = random.Random(seed), Run(), list[tuple[list[int], Shape]]()
+    for i in range(rounds):
+        shape = budget.width(rows, rows if i < 2 else 0)
+        if len(before) == 2:
+            reached, of = before.pop(0)
+            budget.observe(reached, [depth + 1 for depth in reached], of)
+        reached = [0] * rows
+        for b in range(rows):
+            while reached[b] < shape.depth and rng.random() < p:
+                reached[b] += 1
+        before.append((reached, shape))
+        run.tokens += 1 + sum(reached) / rows
+        run.steps += steps_of(LEVELS, rows, shape)
+        run.shapes.append(shape)
+    for reached, of in before:
+        budget.observe(reached, [depth + 1 for depth in reached], of)
+    return run
 
 
 Law = Callable[[Shape], float]
@@ -141,3 +170,92 @@ def test_close_to_the_best_shape_of_trees(easy: float, rows: int) -> None:
     best = max(speed(shape) for shape in (PLAIN, *TREES))
     assert run.speed >= 0.97
     assert run.speed >= 0.93 * best or best <= SWITCH_ON
+
+
+# ---- texts, one after another
+
+TEXT = 60  # rounds
+
+
+def trained() -> FreeBudget:
+    """Of a drafter that is taken for a good one, until it was seen."""
+    return FreeBudget(TREES, LEVELS, prior=0.8, loading=RESIDENT_LOADING)
+
+
+def test_a_first_text_begins_with_what_its_prior_pays_best() -> None:
+    """A short answer is over before a look is."""
+    runs = [played_text(trained(), 0.9, 15, seed) for seed in range(8)]
+    assert {run.shapes[0] for run in runs} == {Shape(16, 6)}
+    ideal = sum(0.9**i for i in range(7)) / steps_of(LEVELS, 1, Shape(16, 6))
+    assert mean(run.tokens / run.steps for run in runs) >= 0.95 * ideal
+    poor = FreeBudget(CHAINS, DEAR, prior=0.6)
+    assert poor.width(1, 1) == Shape(2, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_a_text_that_does_not_pay_loses_its_stake(rows: int) -> None:
+    """... and what the two rounds cost that the host learns of too late."""
+    budget = trained()
+    if rows == 1:
+        played_text(budget, 0.9, 200)
+    run = played_text(budget, 0.0, TEXT, rows=rows)
+    drafted = [shape for shape in run.shapes if shape.depth]
+    dearest = max(steps_of(LEVELS, rows, shape) - 1 for shape in drafted)
+    assert run.steps - run.tokens <= STAKE + 3 * dearest
+    assert not budget.account.on
+
+
+def test_texts_that_pay_and_that_do_not_in_turns() -> None:
+    """Every text is drafted for from its first round on, as the others before it say."""
+    budget, good, bad = trained(), list[Run](), list[Run]()
+    for i in range(12):
+        good.append(played_text(budget, 0.9, TEXT, seed=i))
+        bad.append(played_text(budget, 0.0, TEXT, seed=i))
+    assert all(run.shapes[0].depth for run in good)
+    assert sum(run.nodes.count(1) for run in good) < 0.1 * 12 * TEXT
+    assert sum(run.nodes.count(1) for run in bad) > 0.85 * 12 * TEXT
+    assert sum(run.tokens for run in bad) >= 0.95 * sum(run.steps for run in bad)
+
+
+def test_texts_that_never_pay_are_not_drafted_for() -> None:
+    """No good ones speak for them: they share what looks may cost."""
+    budget = trained()
+    runs = [played_text(budget, 0.0, TEXT, seed=i) for i in range(40)]
+    late = runs[20:]
+    assert sum(run.tokens for run in late) >= 0.98 * sum(run.steps for run in late)
+
+
+def test_what_lost_its_stake_is_not_believed_in_before_it_pays() -> None:
+    account = Accounts()
+    account.stake(1.0)
+    account.book(-STAKE)
+    assert account.is_lost
+    account.switch()
+    assert account.credit > RESUME_CREDIT
+    assert not account.may_resume
+    account.book(0.0)
+    account.book(-0.2)
+    assert not account.may_resume
+    account.book(0.5)
+    assert account.may_resume
+
+
+def test_one_fresh_row_of_many_has_its_share_of_the_stake() -> None:
+    account = Accounts()
+    account.stake(1 / 64)
+    account.book(-STAKE)
+    assert not account.is_lost
+    account.stake(1.0)
+    account.book(-STAKE)
+    assert account.is_lost
+
+
+def test_odds_are_of_paths_that_came_so_far() -> None:
+    """Rounds that ended early say nothing of the steps after."""
+    budget = FreeBudget(CHAINS, LIGHT)
+    for _ in range(8):
+        reached = [0] * 32 + [15] * 32
+        budget.observe(reached, [depth + 1 for depth in reached], Shape(16, 15))
+    survival = budget.survival(16)
+    assert survival[0] == pytest.approx(0.5, abs=0.02)
+    assert survival[14] == pytest.approx(0.5, abs=0.05)

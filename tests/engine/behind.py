@@ -200,7 +200,7 @@ class Turns:
     def __init__(self, shapes: Sequence[Shape], every: int) -> None:
         self._shapes, self._every, self.seen = shapes, every, list[tuple[Shape, int]]()
 
-    def width(self, rows: int) -> Shape:
+    def width(self, rows: int, fresh: int = 0) -> Shape:
         return self._shapes[len(self.seen) // self._every % len(self._shapes)]
 
     def observe(self, reached: Sequence[int], emitted: Sequence[int], shape: Shape) -> None:

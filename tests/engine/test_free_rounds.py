@@ -227,10 +227,10 @@ def test_a_round_is_counted_as_what_it_was_launched_for(target: TargetModel) -> 
     """The budget may have decided anew, for as many nodes, before the host reads a round."""
 
     class Numbered(Turns):
-        def width(self, rows: int) -> int:
+        def width(self, rows: int, fresh: int = 0) -> Shape:
             self.asked = getattr(self, "asked", 0) + 1
             self.reason = self.detail = f"round {self.asked}"
-            return super().width(rows)
+            return super().width(rows, fresh)
 
         def expected(self, depth: int) -> float:
             return float(self.asked)

@@ -187,12 +187,12 @@ class ByLaunch(Turns):
 
     rounds: GraphRounds
 
-    def width(self, rows: int) -> Shape:
+    def width(self, rows: int, fresh: int = 0) -> Shape:
         return self._shapes[self.rounds._count // self._every % len(self._shapes)]
 
 
 def alone(
-    target: TargetModel, drafter: Drafter, shapes: Sequence[Shape], goes_on: bool
+    target: TargetModel, drafter: Drafter, shapes: Sequence[Shape], goes_on: bool, most: int = 30
 ) -> tuple[int, list[DraftTree]]:
     """One row in rounds of other shapes, with every graph there. Returns how many drafts were
     accepted, and the trees."""
@@ -205,7 +205,7 @@ def alone(
     rounds._load = lambda rows: (loads.append(1), load(rows))[1]  # type: ignore[assignment, func-returns-value]
     if not goes_on:
         rounds._goes_on_in = lambda shape: shape == (rounds._key[1], rounds._depth)  # type: ignore[method-assign]
-    one = request("loop", LOOP, seed=2, max_tokens=30)
+    one = request("loop", LOOP, seed=2, max_tokens=most)
     run = go(engine, [one])
     assert run.outcomes() == {n: outcome(c) for n, c in plain(target, [one]).items()}
     assert (len(loads) == 1) == goes_on
@@ -225,7 +225,10 @@ def test_a_row_alone_goes_on_in_another_shape(
     made = eagle.EagleDrafter if kernels else eagle.Played
     path = eagle.folder(tmp_path, target, **heads)
     shapes = [shape for shape in SHAPES if shape.depth]
-    runs = [alone(target, made(path=path, **eagle.OPTIONS), shapes, on) for on in (True, False)]
+    most = 16 if kernels else 30
+    runs = [
+        alone(target, made(path=path, **eagle.OPTIONS), shapes, on, most) for on in (True, False)
+    ]
     assert runs[0] == runs[1]
     assert runs[0][0] > 0, "where nothing is accepted nothing has to be taken along"
 

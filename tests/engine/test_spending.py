@@ -131,7 +131,7 @@ def test_a_guess_learns_how_long_a_node_takes(target: TargetModel) -> None:
     assert found.source == "default"
     assert found.draft_us(1, 4) is None
     ratio = found.round_us(1, 8) / found.round_us(1, 1)
-    assert ratio == (FIXED["cpu"] + 8) / (FIXED["cpu"] + 1)
+    assert ratio == (FIXED["cpu"][1] + 8) / (FIXED["cpu"][0] + 1)
     for _ in range(200):
         found.saw(1, 1, 1700.0)
     found.saw(1, 1, 1e9)  # interrupted

@@ -3,44 +3,56 @@
 
 The host is a round behind there and never sees a tree, only how deep it was and how far its path
 went. So the choice is one shape for the whole batch, made for a stretch of rounds: between two
-shapes the device has to be loaded anew. It goes by how often paths reached each depth, with what
-was not drafted counted as not reached; beyond the deepest depth drafted so far the last step's
-odds are continued. Wider trees go further, so each number of nodes has counts of its own. They
+shapes the device may have to be loaded anew. It goes by how often paths went a step further, with
+what was not drafted counted as not gone; where none came so far yet the odds of the step before
+are continued. Wider trees go further, so each number of nodes has counts of its own. They
 start from, and fade to, those of all, with `WIDER` for what a width other than theirs is worth.
 
+The first shape is what pays best if the drafter is as good as its prior says, since a wide tree
+also shows most of what others would come to; stretches begin with one round and double.
+
 Switches and losslessness are those of `drafters.budget`; a stretch of one node is plain decoding,
-and looking at drafts again is a short stretch of the shape that pays most easily. There are two
-accounts. While drafting is on, it goes on as long as there is `credit`; while it is off every
-round earns `ALLOWANCE`, and looking spends no more than that. A spell may cost more than on the
-host, and gains pay for no looks: loading the device twice costs as much as ten rounds lose, so
-that giving up early is dear, and what is hopeless ends with the first stretch.
+and looking at drafts again is a short stretch of the shape that pays most easily. There are three
+accounts. While drafting is on, it goes on as long as there is `credit`, which outlives texts, and
+as long as the texts that there are have not lost more than `STAKE` altogether; while it is off
+every round earns `ALLOWANCE`, and looking spends no more than that. Where drafting has lost its
+stake, it is for a look to say when it pays again, or for a fresh text, which begins with what the
+ones before it came to. A spell may cost more than on the host, and gains pay for no looks: loading
+the device costs as much as ten rounds lose, so that giving up early is dear.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 from specla.drafters.base import Shape
-from specla.drafters.budget import ALLOWANCE, SWITCH_ON
+from specla.drafters.budget import ALLOWANCE, STAKE, SWITCH_ON
 from specla.drafters.choose import RoundCosts, least_acceptance
 
 # The accounts, in AR steps: credit at the start, at most, and to be switched on again with; what
-# is saved for looking, at most.
+# a text may have gained, at most; what is saved for looking, at most.
 START_CREDIT, MOST_CREDIT, RESUME_CREDIT = 8.0, 16.0, 2.0
-MOST_SAVED = 2.0
-# Rounds between two choices, of a look, and of the first one; a look need not see more paths.
-STRETCH, LOOK, FIRST_LOOK, LOOK_PATHS = 32, 4, 8, 64
-# Rounds of rows after which a count weighs 1/e.
-WINDOW = 128
-# Of a step before anything was seen; in rounds, what the estimate for all weighs at one size.
+MOST_GAINED, MOST_SAVED = 8.0, 2.0
+# Rounds between two choices, at most and at first; of a look, and of the first one where nothing
+# is expected to pay. A look need not see more paths.
+STRETCH, FIRST_STRETCH = 32, 2
+LOOK, FIRST_LOOK, LOOK_PATHS = 4, 8, 64
+# Rounds of rows after which a count weighs 1/e; what counts weigh where they misled, at most.
+WINDOW, DOUBTED = 128, 8.0
+# Of a step before anything was seen; in rounds, what that weighs, and at one size the estimate
+# for all.
 PRIOR_RATE, PRIOR_WEIGHT, SIZE_WEIGHT = 0.5, 4.0, 16.0
 # Loading the device twice, for a look, in AR steps; where rows are the device's own, what they
 # have missed is made up for as well.
-LOADING, RESIDENT_LOADING = 1.0, 3.0
-# Times as many misses per step in a tree twice as wide; the demo model's drafter had 10 % more
-# tokens from 16 nodes than from 8.
-WIDER = 0.9
+LOADING, RESIDENT_LOADING = 1.0, 4.0
+# Times as many misses per step in a tree twice as wide: an EAGLE drafter's of 16 nodes had 0.65
+# times those of its chain, the demo model's 10 % more tokens from 16 nodes than from 8.
+WIDER = 0.75
+# Where no shape is expected to be this fast, drafting is switched off; that of looks is dearer.
+STAY_ON = 0.97
 # A new shape must promise this much more than the one there is.
 BETTER = 1.03
 PLAIN = Shape(1, 0)
@@ -48,34 +60,51 @@ PLAIN = Shape(1, 0)
 
 class Accounts:
     """What may be lost by drafting, in AR steps (see the module). on: whether drafting is. look:
-    what the next look costs; so much can be saved, however dear it is."""
+    what the next look costs; so much can be saved, however dear it is. doubted: drafting has lost
+    its stake, and nothing has spoken for it since."""
 
     def __init__(self) -> None:
-        self.on, self.switches = True, 0
+        self.on, self.doubted, self.switches = True, False, 0
         self.credit, self.saved, self.look = START_CREDIT, 0.0, 0.0
+        self._gained = MOST_GAINED
+
+    def stake(self, share: float) -> None:
+        """So much of the batch is fresh texts: nothing was gained from them yet."""
+        self._gained += (STAKE - self._gained) * share
 
     def book(self, net: float) -> None:
         """A round emitted so much more per row than it cost."""
         if self.on:
             self.credit = min(MOST_CREDIT, self.credit + net)
+            self._gained = min(MOST_GAINED, self._gained + net)
         elif self.credit < RESUME_CREDIT and net >= 0:
             self.credit += ALLOWANCE + net
         else:
+            # A look's round that paid.
+            self.doubted &= net <= 0
             self.saved = min(max(MOST_SAVED, self.look), self.saved + ALLOWANCE + net)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether drafting must end."""
+        return min(self.credit, self._gained) <= 0
 
     @property
     def may_resume(self) -> bool:
         """Whether there is enough to switch drafting on again."""
-        return self.credit >= RESUME_CREDIT
+        return self.credit >= RESUME_CREDIT and not self.doubted
 
     def switch(self) -> None:
         """On or off."""
+        self.doubted = self.on and self.is_lost
         self.on = not self.on
         self.switches += 1
+        self._gained = STAKE
 
 
 class _Paths:
-    """Decayed, by depth from 1 on: rounds that drafted so deep, and those that reached it."""
+    """Decayed, by depth from 1 on: paths that might have reached it, having reached the one before
+    in a round that drafted so deep, and those that did."""
 
     def __init__(self, deepest: int) -> None:
         self.seen, self.reached = [0.0] * deepest, [0.0] * deepest
@@ -88,19 +117,19 @@ class _Paths:
     def add(self, depth: int, paths: Sequence[int], weight: float) -> None:
         """Paths of rounds that drafted to `depth`, each of that weight."""
         for i in range(depth):
-            self.seen[i] += weight * len(paths)
+            self.seen[i] += weight * sum(path >= i for path in paths)
             self.reached[i] += weight * sum(path > i for path in paths)
 
-    def survival(self, starts: Sequence[float] | None, weight: float) -> list[float]:
-        """Fraction of rounds whose path reaches each depth. starts: rates of each step before
-        anything was seen here, which weigh `weight` rounds; None: the rate of the step before."""
-        survival, a, rate = [], 1.0, PRIOR_RATE
+    def rates(self, starts: Sequence[float] | float, weight: float) -> list[float]:
+        """Odds of each step. starts: those before anything was seen here, which weigh `weight`
+        paths; a number: of the first step, and then those of the step before."""
+        rates: list[float] = []
         for i, (seen, reached) in enumerate(zip(self.seen, self.reached, strict=True)):
-            start = a * (rate if starts is None else starts[i])
-            here = min(a, (reached + weight * start) / (seen + weight))
-            a, rate = here, here / a if a > 0 else 0.0
-            survival.append(a)
-        return survival
+            before = starts if isinstance(starts, float) else starts[i]
+            if rates and isinstance(starts, float):
+                before = rates[-1]
+            rates.append((reached + weight * before) / (seen + weight))
+        return rates
 
 
 class FreeBudget:
@@ -111,6 +140,7 @@ class FreeBudget:
         costs: of rounds.
         fixed: this one always; None: what pays.
         loading: the device twice, in AR steps.
+        prior: rate of a step before anything was seen.
     """
 
     def __init__(
@@ -120,13 +150,15 @@ class FreeBudget:
         *,
         fixed: Shape | None = None,
         loading: float = LOADING,
+        prior: float = PRIOR_RATE,
     ) -> None:
         self.account = Accounts()
         self._shapes = sorted({shape for shape in shapes if shape.depth})
         self.shape = fixed or self._shapes[-1]
         self.reason, self.detail = ("fixed", f"fixed: {_named(fixed)}") if fixed else ("pays", "")
         self._costs, self._fixed, self._loading = costs, fixed is not None, loading
-        self._left = 0
+        self._prior, self._has_met = prior, False
+        self._left, self._stretch = 0, FIRST_STRETCH
         deepest = max(shape.depth for shape in self._shapes)
         self._all = _Paths(deepest)
         self._own = {shape.nodes: _Paths(deepest) for shape in self._shapes}
@@ -136,20 +168,31 @@ class FreeBudget:
         # Survival by number of nodes, at the last choice.
         self._survival: dict[int, list[float]] = {}
 
-    def width(self, rows: int) -> Shape:
-        """Of the next round over so many rows."""
+    def width(self, rows: int, fresh: int = 0) -> Shape:
+        """Of the next round over so many rows, of which `fresh` have no output yet."""
+        self._meet(fresh / rows)
         if not self._fixed and self._left <= 0:
             self._decide(rows)
         return self.shape
 
+    def _meet(self, share: float) -> None:
+        """So much of the batch is texts of which nothing is known yet. Once a round, however often
+        it is asked about."""
+        if not share or self._has_met:
+            return
+        self._has_met = True
+        self.account.stake(share)
+        if share == 1 and not self.account.on:
+            # The device has to be loaded anyway.
+            self.account.doubted, self._left = False, 0
+
     def survival(self, nodes: int) -> list[float]:
         """Estimated fraction of rounds of so many nodes whose path reaches each depth from 1 on,
         if drafted."""
-        pooled = self._all.survival(None, PRIOR_WEIGHT)
-        rates = [a / b if b > 0 else 0.0 for a, b in zip(pooled, [1.0, *pooled], strict=False)]
         misses = WIDER ** (self._doublings[nodes] - self._mean_doublings)
-        wider = [max(0.0, 1 - misses * (1 - rate)) for rate in rates]
-        return self._own[nodes].survival(wider, SIZE_WEIGHT)
+        pooled = self._all.rates(self._prior, PRIOR_WEIGHT)
+        wider = [max(0.0, 1 - misses * (1 - rate)) for rate in pooled]
+        return list(accumulate(self._own[nodes].rates(wider, SIZE_WEIGHT), mul))
 
     def expected(self, depth: int) -> float:
         """Accepted drafts expected of a tree so deep, at the last choice."""
@@ -157,6 +200,7 @@ class FreeBudget:
 
     def observe(self, reached: Sequence[int], emitted: Sequence[int], shape: Shape) -> None:
         """A round: how deep each row's path went, tokens it emitted."""
+        self._has_met = False
         if not reached:
             return
         rows = len(reached)
@@ -171,9 +215,16 @@ class FreeBudget:
         self.account.book(sum(emitted) / rows - self._steps(rows, shape))
         # Rounds from before the shape was changed do not count.
         self._left -= shape == self.shape
-        if self.account.on and self.account.credit <= 0:
+        if self.account.on and self.account.is_lost:
             self.account.switch()
+            self._doubt()
             self._left = 0
+
+    def _doubt(self) -> None:
+        """What is seen from now on is to count for more."""
+        keep = min(1.0, DOUBTED / max(self._all.seen[0], DOUBTED))
+        for paths in (self._all, *self._own.values()):
+            paths.fade(keep)
 
     def _steps(self, rows: int, shape: Shape) -> float:
         """What a round costs, drafting included, in AR steps."""
@@ -182,25 +233,27 @@ class FreeBudget:
         return us / self._costs.round_us(rows, 1)
 
     def _speed(self, rows: int, shape: Shape) -> float:
-        accepted = sum(self._survival[shape.nodes][: shape.depth]) if shape.depth else 0.0
+        accepted = sum(self._survival[shape.nodes][: shape.depth])
         return (1 + accepted) / self._steps(rows, shape)
 
     def _decide(self, rows: int) -> None:
         self._survival = {nodes: self.survival(nodes) for nodes in self._own}
-        speeds = {shape: self._speed(rows, shape) for shape in (PLAIN, *self._shapes)}
+        speeds = {shape: self._speed(rows, shape) for shape in self._shapes}
         best = max(speeds, key=lambda shape: (speeds[shape], -shape.nodes, -shape.depth))
-        if not self._all.seen[0]:
+        if speeds[best] <= 1 and not self._all.seen[0]:
             self._look(rows, FIRST_LOOK, best)
             return
         resumes = speeds[best] >= SWITCH_ON and self.account.may_resume
-        if speeds[best] <= 1 if self.account.on else resumes:
+        if speeds[best] <= STAY_ON if self.account.on else resumes:
             self.account.switch()
+            self._stretch = FIRST_STRETCH
         if not self.account.on:
             self._stay_off(rows)
             return
-        if speeds[best] > BETTER * speeds[self.shape] or not self.shape.depth:
+        if speeds[best] > BETTER * speeds.get(self.shape, 0.0):
             self.shape = best
-        self.reason, self._left = "pays", STRETCH
+        self.reason, self._left = "pays", self._stretch
+        self._stretch = min(STRETCH, 2 * self._stretch)
         self.detail = f"pays: {_named(self.shape)}, {speeds[self.shape]:.2f} of plain decoding"
 
     def _stay_off(self, rows: int) -> None:
@@ -223,7 +276,7 @@ class FreeBudget:
 
     def _look(self, rows: int, rounds: int, shape: Shape) -> None:
         """See what drafts are worth, in rounds of some that may well pay."""
-        self.shape = shape if shape.depth else self._shapes[0]
+        self.shape = shape
         self._left = max(1, min(rounds, LOOK_PATHS // rows))
         self.reason, self.detail = "probe", f"probe: {_named(self.shape)}"
 

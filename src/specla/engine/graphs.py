@@ -54,8 +54,8 @@ Tick = Callable[[int, int], None]
 
 class GraphRounds:
     """What an engine on a GPU calls instead of draft, verify, accept and commit. kernel: what
-    verifies the rounds of each bucket. width: the shape of the next free round over so many rows;
-    None: as many nodes as a tree may have, as deep as it goes."""
+    verifies the rounds of each bucket. width: the shape of the next free round over so many rows,
+    so many of them without output; None: as many nodes as a tree may have, as deep as it goes."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class GraphRounds:
         drafter: Drafter,
         *,
         kernel: KernelChoice,
-        width: Callable[[int], Shape] | None = None,
+        width: Callable[[int, int], Shape] | None = None,
     ) -> None:
         self._width = width
         self._model, self._state, self._drafter = model, state, drafter
@@ -159,7 +159,7 @@ class GraphRounds:
         """Start a free round over `rows` and return what the one before it came to. Where the
         rows have changed, or the shape to one that they must be loaded for, first only the
         latter."""
-        shape = self._next_shape(len(rows))
+        shape = self._next_shape(rows)
         if not self._flight.goes_on(rows) or not self._goes_on_in(shape):
             ended = self.settle()
             if ended or not rows:
@@ -175,20 +175,19 @@ class GraphRounds:
         one row's nodes have the same memory, those over several rows' only to other depths. What
         a drafter misses that rests would have to be kept from here on, or be fed."""
         before, wanted = Shape(self._key[1], self._depth), (self._key[0], shape.nodes)
-        if shape == before:
-            return True
         alike = self._key[0] == 1 or shape.nodes == before.nodes
         rests = isinstance(self._drafter, FeatureDrafter) and not (shape.depth and before.depth)
         made = wanted in self._buckets and shape.depth in self._buckets[wanted].graphs
-        if alike and made and not rests:
-            self._key, self._depth = wanted, shape.depth
-            return True
-        return False
+        if shape != before and (rests or not (alike and made)):
+            return False
+        self._key, self._depth = wanted, shape.depth
+        return True
 
-    def _next_shape(self, num_rows: int) -> Shape:
-        if self.resting or not num_rows:
+    def _next_shape(self, rows: Sequence[Running]) -> Shape:
+        if self.resting or not rows:
             return PLAIN
-        return self._width(num_rows) if self._width else self._widest
+        fresh = sum(row.is_fresh for row in rows)
+        return self._width(len(rows), fresh) if self._width else self._widest
 
     @property
     def _resident(self) -> ResidentDrafter | None:

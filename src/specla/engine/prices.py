@@ -5,7 +5,7 @@ With a cost table they are the measured ones. Without, they are a guess that is 
 switch off what does not pay: a round costs `FIXED` nodes for reading the weights, `PER_ROW` for a
 row's state and one for every node, and how long that takes is learned from the rounds themselves.
 They are what the demo model on one CPU thread and a model of 1.3 B parameters on an H200, 1 to 64
-rows of 1 to 16 nodes, came to (docs/guide/budget.md).
+rows of 1 to 32 nodes, came to (docs/guide/budget.md).
 Drafting on the device is taken to cost what reading its weights does, and its launches.
 """
 
@@ -17,12 +17,13 @@ from specla.engine.kernels import Kernels
 from specla.errors import ConfigError
 from specla.state.rounds import bucket
 
-FIXED = {"cpu": 22.0, "cuda": 100.0}
-# Of one node, whose states stream past; of more.
+# Of rounds of one node, and of more; and of a row of one node, whose states stream past, and of
+# more.
+FIXED = {"cpu": (22.0, 22.0), "cuda": (100.0, 105.0)}
 PER_ROW = {"cpu": (0.0, 0.0), "cuda": (0.75, 1.3)}
 # What launching a level of drafts takes, in plain steps: ten kernels of a chain of three hundred,
-# which wait for each other more than for memory.
-LAUNCHES = 0.016
+# which wait for each other more than for memory. A level of EAGLE took 37 us of 966.
+LAUNCHES = 0.023
 # Rounds that the time of a node is averaged over.
 WINDOW = 16
 
@@ -112,4 +113,4 @@ class Prices:
     def _guess(self, rows: int, nodes: int) -> float:
         if self.padded:
             rows, nodes = bucket(rows), bucket(nodes)
-        return self._fixed + rows * (self._per_row[nodes > 1] + nodes)
+        return self._fixed[nodes > 1] + rows * (self._per_row[nodes > 1] + nodes)

@@ -106,6 +106,11 @@ class Running:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was generated yet."""
+        return len(self.tokens) == len(self.prompt)
+
+    @property
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self.request.params.max_tokens - (len(self.tokens) - len(self.prompt))

@@ -20,6 +20,7 @@ from specla.drafters.base import (
 )
 from specla.drafters.budget import Budget, Decision
 from specla.drafters.budget_free import LOADING, RESIDENT_LOADING, FreeBudget
+from specla.drafters.survival import PRIORS, Prior
 from specla.engine.prices import Prices
 from specla.engine.running import NO_TOKEN, Running
 from specla.engine.stats import Decisions
@@ -114,10 +115,10 @@ class Spending:
 
     # ---- rounds that draft on the device
 
-    def width(self, rows: int) -> Shape:
-        """Of the next such round over so many rows."""
+    def width(self, rows: int, fresh: int = 0) -> Shape:
+        """Of the next such round over so many rows. fresh: of those, rows that have no output."""
         assert self.free is not None
-        shape = self.free.width(rows)
+        shape = self.free.width(rows, fresh)
         forecast = tuple(self.free.expected(depth) for depth in range(shape.nodes))
         self._next = _Why(self.free.reason, self.free.detail, forecast)
         return shape
@@ -143,7 +144,7 @@ class Spending:
 
     def rests(self, rows: Sequence[Running]) -> bool:
         """Whether a drafter of the host is not asked next, so that the device needs no host."""
-        fresh = sum(len(row.tokens) == len(row.prompt) for row in rows)
+        fresh = sum(row.is_fresh for row in rows)
         return self.free is None and self.budget.rests(len(rows), fresh)
 
     def _rested(self, ended: Sequence[tuple[Running, Verdict]]) -> None:
@@ -189,4 +190,5 @@ def _free(fixed: int | None, drafter: Drafter, max_nodes: int, prices: Prices) -
         prices,
         fixed=None if fixed is None else Shape(fixed + 1, drafter.depths(fixed + 1)[-1]),
         loading=RESIDENT_LOADING if resident else LOADING,
+        prior=PRIORS.get(drafter.info.name, Prior()).rate,
     )
