@@ -225,6 +225,7 @@ def test_the_stream_kernel_gives_the_same_bits(name: str) -> None:
     side_by_side = 32 // kernels.lanes_for(shape.key_dim)
     tiles = [StreamTile(4 * side_by_side * rows, 4) for rows in (1, 2, 4)]
     tiles += [StreamTile(16 * side_by_side, 4, registers=168), None]
+    tiles += [StreamTile(4 * side_by_side * rows, 4, late=True) for rows in (2, 4)]
     trees = [random_parents(i, count, 1 + i) for i, count in enumerate((16, 16, 11, 1))]
     chains: list[tuple[int, ...]] = [tuple(range(-1, count - 1)) for count in (16, 13, 1, 16)]
     for rounds, branching in ((trees, True), (chains, False)):

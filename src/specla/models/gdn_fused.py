@@ -21,6 +21,7 @@ from specla.ops import rows
 from specla.ops.contract import DeviceRound, RecurrentShape
 from specla.ops.gdn import triton as gdn
 from specla.ops.gdn import triton_wy as wy
+from specla.ops.gdn.triton_ahead import Ahead
 from specla.ops.gemm import PROCESSORS, PackedLinear, pack_swiglu
 from specla.ops.walk import compile_walks
 from specla.state import State
@@ -47,11 +48,15 @@ class Options:
 
     stream: products of few rows by `ops.gemm_stream`. mix: there, the gated norm inside o_proj.
     early: there, kernels of one row let their successor start before they wait.
+    ahead: rows of each of gate_up's tiles that the walk of trees asks into L2; of trees of one
+    node ahead_plain. Not measured yet, hence none.
     """
 
     stream: bool = True
     mix: bool = True
     early: bool = True
+    ahead: int = 0
+    ahead_plain: int = 0
 
 
 class _Buffers:
@@ -167,7 +172,7 @@ class FusedDecoder:
         assert num_rows <= self.max_rows, "reserve() first"
         buffers = self.buffers
         x, h = buffers.x[:num_rows], buffers.h[:num_rows]
-        compile_walks(rnd)
+        compile_walks(rnd, pdl=self._pdl)
         form = self._closed_form(rnd, state) if kernel == CLOSED else None
         if form is not None:
             wy.compile_masks(rnd, form, log_capacity=state.log_capacity)
@@ -224,7 +229,7 @@ class FusedDecoder:
         if form is None:
             gdn.walk(
                 state.layers[index], rnd, workspace, shape=s, log_capacity=state.log_capacity,
-                threshold=state.fold_threshold, pdl=self._pdl,
+                threshold=state.fold_threshold, pdl=self._pdl, ahead=self._ahead(layer, rnd),
             )  # fmt: skip
         else:
             wy.walk_wy(
@@ -242,6 +247,13 @@ class FusedDecoder:
             pdl=self._pdl, early=self._early(num_rows),
         )  # fmt: skip
         layer.o_proj(mixed, buffers.partials)
+
+    def _ahead(self, layer: _Layer, rnd: DeviceRound) -> Ahead | None:
+        """What of gate_up comes into L2 during the walk."""
+        rows = self._options.ahead if rnd.tokens.shape[1] > 1 else self._options.ahead_plain
+        if not rows or layer.gate_up.stream is None or not self._early(rnd.tokens.numel()):
+            return None
+        return Ahead(layer.gate_up.weight, rows)
 
     def _early(self, num_rows: int) -> bool:
         return self._options.early and num_rows <= self._stream_rows

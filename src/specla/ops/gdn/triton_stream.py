@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.contract import RecurrentShape
+from specla.ops.gdn.triton_ahead import Ahead, asked_for, request_ahead
 from specla.ops.gdn.triton_prepare import overlap
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
 
@@ -44,6 +45,10 @@ _NODE = gl.constexpr(NODE_MASK)
 
 LOG = 8
 """Log entries that are in shared memory at a time."""
+# Not measured yet, hence off: see `StreamTile.late`.
+LATE = False
+# Programs that all have a multiprocessor of an H200 to themselves.
+ALONE = 132
 
 
 class StreamTile(NamedTuple):
@@ -51,11 +56,14 @@ class StreamTile(NamedTuple):
 
     rows: of V per program. warps: share them; each has 32 / lanes times 1, 2 or 4 rows.
     registers: most per thread; 0 leaves it to the compiler.
+    late: a node's output is summed over lanes beside the next node's u, and u in all lanes at
+    once: more shuffles and fewer waits, for warps that have a scheduler to themselves.
     """
 
     rows: int
     warps: int
     registers: int = 0
+    late: bool = False
 
 
 def tile_for(
@@ -72,7 +80,8 @@ def tile_for(
         return StreamTile(2 * two_rows, 4, registers=168 if branching else 0)
     if elements < 1 << 22 and node_bytes <= 98304 and long and not halves % 2:
         # A few rows: fewer warps leave the products' weights room to come early.
-        return StreamTile(2 * two_rows, 4)
+        alone = elements // (2 * two_rows * shape.key_dim) <= ALONE
+        return StreamTile(2 * two_rows, 4, late=LATE and alone and num_nodes > 2)
     share = 4 if node_bytes > 98304 else 2 if node_bytes > 49152 else 1
     if branching and long and 1 << 22 <= elements < 1 << 24:
         share = max(share, 2)
@@ -86,16 +95,20 @@ def launch(
     meta: dict[str, Any],
     tile: StreamTile,
     num_nodes: int,
+    ahead: Ahead | None = None,
 ) -> None:
     """Run the kernel over what `ops.gdn.triton.walk` gives its own.
 
-    meta: H, G, K, V, LANES, PARTS, BRANCHING, PDL.
+    meta: H, G, K, V, LANES, PARTS, BRANCHING, PDL, LIST_LATE.
     """
     assert tile.rows * meta["LANES"] // (32 * tile.warps) in (1, 2, 4), tile
     registers = {"maxnreg": tile.registers} if tile.registers else {}
     _stream_kernel[grid](
         *arguments,
+        *asked_for(ahead, arguments[0]),
         **meta,
+        LATE=tile.late,
+        AHEAD=ahead is not None,
         NODES=triton.next_power_of_2(num_nodes),
         LOG=LOG,
         TILE=tile.rows,
@@ -233,15 +246,18 @@ def _update(S, u, k):
 @gluon.jit(
     do_not_specialize=[
         "num_columns", "num_path", "num_entries", "log_capacity", "walk_stride", "threshold",
+        "ahead_tiles", "ahead_step", "ahead_bytes",
     ]
 )  # fmt: skip
 def _stream_kernel(  # noqa: C901 - one kernel, one pass
     S_ptr, k_ptr, u_ptr, g_ptr, q_ptr, v_ptr, beta_ptr, o_ptr, arrivals_ptr,
     slot_ptr, num_nodes_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr, walk_ptr,
     num_columns, num_path, num_entries, log_capacity, walk_stride, threshold,
+    ahead_ptr, ahead_tiles, ahead_step, ahead_bytes,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NODES: gl.constexpr,
     LOG: gl.constexpr, TILE: gl.constexpr, LANES: gl.constexpr, PARTS: gl.constexpr,
-    BRANCHING: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    BRANCHING: gl.constexpr, PDL: gl.constexpr, LIST_LATE: gl.constexpr, LATE: gl.constexpr,
+    AHEAD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program (value head and tile, row, part), as in `ops.gdn.triton`."""
     TILES: gl.constexpr = V // TILE
@@ -249,7 +265,7 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     HIGH: gl.constexpr = TILE // (32 // LANES * num_warps)  # rows of a lane
     TRADES: gl.constexpr = _log2(HIGH)
     # u must be back in all lanes of a row: that takes as long as two rows' shuffles save.
-    TRADES_U: gl.constexpr = TRADES if HIGH > 2 else 0
+    TRADES_U: gl.constexpr = TRADES if HIGH > 2 and not LATE else 0
     # A warp's load covers 4 LANES consecutive elements of a row; DEEP such runs are the row.
     state: gl.constexpr = gl.BlockedLayout(
         [HIGH, DEEP, 1, 4], [32 // LANES, 1, LANES, 1], [num_warps, 1, 1, 1], [3, 2, 1, 0]
@@ -343,11 +359,18 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
         if is_last:
             gl.store(S_at, S)
     walk_ptr += (b * PARTS + part) * walk_stride
-    num_ops = gl.load(walk_ptr)
-    word = gl.load(walk_ptr + 1)
-    following = gl.load(walk_ptr + 2, mask=num_ops > 1, other=0)
+    if not LIST_LATE:
+        num_ops = gl.load(walk_ptr)
+        word = gl.load(walk_ptr + 1)
+        following = gl.load(walk_ptr + 2, mask=num_ops > 1, other=0)
     if PDL:
         gdc_wait()
+    if LIST_LATE:
+        # At once, and not one after the other: lists have room for two operations.
+        num_ops, word, second = (gl.load(walk_ptr), gl.load(walk_ptr + 1), gl.load(walk_ptr + 2))
+        following = gl.where(num_ops > 1, second, 0)
+    if AHEAD:
+        request_ahead(ahead_ptr, ahead_tiles, ahead_step, ahead_bytes)
 
     # All nodes' operands at once.
     candidates = log_capacity + (1 - bank) * num_path
@@ -396,6 +419,8 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
         lane_of = gl.arange(0, LANES, gl.SliceLayout(0, gl.SliceLayout(1, kept)))[None, None, :]
         us = gl.zeros([TILE, SLOTS, LANES], gl.float32, kept)
         C = S
+    if LATE:
+        waiting, before = gl.zeros([TILE, LANES], gl.float32, sums), word & _NODE
     # A pass ends with the next operation's decay: at the head of a chain's loop it would cost
     # moving half of the state between registers.
     node = word & _NODE
@@ -415,6 +440,10 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
         else:
             beta = _scalar(betas.index(node), num_warps)
             v = vs.index(node).load(rows_u).to(gl.float32)
+            if LATE:
+                # The first operation is a walk: from the second one on there is an output.
+                o = _across(waiting, TRADES, HIGH, num_warps)
+                gl.store(o_at + before * (G * V), o, mask=gl.arange(0, TILE, rows_o) < i * TILE)
             u = beta * (v - _across(_partial(S, k, sums), TRADES_U, HIGH, num_warps))
             gl.store(u_at + node * (G * V), u)
             u = _back(u, rows, LANES, TRADES_U, HIGH, num_warps)
@@ -424,8 +453,11 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
                 spread = spread.expand_dims(1).expand_dims(1)
                 us = gl.where(slot_of * LANES + lane_of == node, spread, us)
             q = qs.index(node).load(along_k)[None, :, :, :]
-            o = _across(_partial(S, q, sums), TRADES, HIGH, num_warps)
-            gl.store(o_at + node * (G * V), o)
+            if LATE:
+                waiting, before = _partial(S, q, sums), node
+            else:
+                o = _across(_partial(S, q, sums), TRADES, HIGH, num_warps)
+                gl.store(o_at + node * (G * V), o)
         if BRANCHING and (word & _SAVE) != 0:
             _stay()
             C = S
@@ -434,3 +466,5 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
             _stay()
             S = C
         S = S * next_decay
+    if LATE and num_ops > 0:
+        gl.store(o_at + before * (G * V), _across(waiting, TRADES, HIGH, num_warps))
