@@ -9,6 +9,7 @@ wrong sums, and a phase nobody completes is a `Deadlock`. Layouts are not looked
 
 from __future__ import annotations
 
+from itertools import product
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -112,8 +113,8 @@ class Sum:
 class Machine:
     """One program's memory and tensor cores, and the names that a kernel's text means."""
 
-    def __init__(self, program: int, programs: int, *, eager: bool) -> None:
-        self.program, self.programs, self.eager = program, programs, eager
+    def __init__(self, program: tuple[int, int], grid: tuple[int, int], *, eager: bool) -> None:
+        self.program, self.grid, self.eager = program, grid, eager
         self.waited = False
         self.products: list[Any] = []
 
@@ -144,8 +145,8 @@ class Machine:
         return SimpleNamespace(
             float32=torch.float32,
             int64=torch.int64,
-            program_id=lambda axis: block(self.program if axis == 0 else 0),
-            num_programs=lambda axis: self.programs,
+            program_id=lambda axis: block(self.program[axis]),
+            num_programs=lambda axis: self.grid[axis],
             static_range=range,
             zeros=lambda shape, dtype, layout: block(torch.zeros(shape, dtype=dtype)),
             arange=lambda a, b, layout: block(torch.arange(a, b)),
@@ -207,7 +208,7 @@ class Machine:
     def wait_for_products(self, left: int, deps: tuple[Sum]) -> Any:
         while len(self.products) > left:
             self.products.pop(0)()
-        return deps[0] if left else deps[0].value
+        return deps[0].value if isinstance(deps[0], Sum) and not left else deps[0]
 
     def store(self, ptr: Pointer, value: Tensor, mask: Tensor) -> None:
         mask = mask.expand(value.shape)
@@ -220,14 +221,14 @@ class Machine:
 def run(
     modules: tuple[ModuleType, ...],
     kernel: Any,
-    programs: int,
+    grid: tuple[int, int],
     *args: Any,
     eager: bool,
     **meta: Any,
 ) -> None:
-    """All programs of a one-dimensional grid. args: Tiles, Pointers and numbers."""
-    for program in range(programs):
-        space = Machine(program, programs, eager=eager).names()
+    """All programs of a grid. args: Tiles, Pointers and numbers."""
+    for program in product(*map(range, grid)):
+        space = Machine(program, grid, eager=eager).names()
         names = dict(space)
         for module in modules:
             for name, value in vars(module).items():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's product of few rows: the bits of `ops.gemm`, on the device. Without one, that the
-kernels compile for it and that no ring is larger than a multiprocessor."""
+"""Hopper's product of few rows: the bits of `ops.gemm`, on the device. Without one, its loops run
+by hand, that the kernels compile for it and that no ring is larger than a multiprocessor."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from specla.ops import gemm, rows
 from specla.ops.gemm import Kind, PackedLinear, Tiling, tiling_for
 
 triton = pytest.importorskip("triton")
+from gluon_machine import Pointer, Tiles, block, run  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
@@ -67,6 +68,49 @@ def test_fits() -> None:
     assert stream.fits(weight, 256, ring)
     assert not stream.fits(weight, 192, ring)
     assert not stream.fits(torch.zeros(64, 516, dtype=torch.bfloat16), 256, ring)
+
+
+@pytest.mark.parametrize("kind", ["plain", "swiglu", "partials"])
+@pytest.mark.parametrize("ring", [Ring(32, 16, 4, 2560), Ring(64, 32, 4, 1 << 20)])
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_loops(kind: Kind, ring: Ring, eager: bool) -> None:
+    """A ring of two slots and one of all blocks, on small integers, whose sums are exact."""
+    outputs, inputs, rows, width = 80, 136, 5, 40 if kind == "swiglu" else 80
+    span = 64 if kind == "partials" else inputs
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (
+        torch.randint(-3, 4, (count, inputs), generator=generator).to(torch.bfloat16)
+        for count in (outputs, rows)
+    )
+    meta = made(weight, kind, ring, span)._meta(8)
+    assert meta["STAGES"] == (2 if ring.bytes == 2560 else meta["BLOCKS"])
+    del meta["launch_pdl"]
+    parts = triton.cdiv(inputs, span)
+    dtype = torch.float32 if kind == "partials" else torch.bfloat16
+    out = torch.full((parts, rows, width), float("nan"), dtype=dtype)
+    w_tiles = Tiles(weight, ring.block_o, ring.block_k, late=False)
+    x_tiles = Tiles(x, 8, ring.block_k, late=True)
+    others = (None, None, None, block(rows), 0, 0.0)
+    run(
+        (stream,),
+        stream._stream_kernel,
+        (triton.cdiv(outputs, ring.block_o), parts),
+        *(w_tiles, x_tiles, Pointer(out.view(-1)), *others),
+        eager=eager,
+        **meta,
+    )
+    pairs = zip(x.float().split(span, 1), weight.float().split(span, 1), strict=True)
+    want = torch.stack([a @ b.t() for a, b in pairs])
+    if kind == "swiglu":
+        gate, up = want.to(dtype).float().view(rows, -1, 2, 8).unbind(2)
+        want = (gate / (1 + torch.exp(-gate)) * up).reshape(1, rows, width)
+    assert torch.equal(out, want.to(dtype))
+
+
+def test_a_ring_of_one_slot_would_wait_for_ever() -> None:
+    linear = made(on_meta(2048, 2048), "partials", Ring(64, 256, 4))
+    with pytest.raises(AssertionError, match="more rows"):
+        linear._meta(128)
 
 
 @pytest.mark.parametrize(

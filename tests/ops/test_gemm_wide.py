@@ -146,7 +146,7 @@ def by_hand(
     run(
         (stream, wide),
         wide._wide_kernel,
-        programs,
+        (programs, 1),
         Tiles(weight, tile.block_o, tile.block_k, late=False),
         Tiles(x, tile.block_m, tile.block_k, late=True),
         Pointer(out.view(-1)),
