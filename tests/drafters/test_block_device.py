@@ -153,6 +153,9 @@ def test_a_reading_is_the_readers(tmp_path: Path, target: TargetModel, rank: int
         play.state.logs[slot].ring_len, play.state.logs[slot].path = length, path
     rnd, arrays = play.load([1, 2], 4)
     play.device.launch(arrays, rnd, play.features, depth=1)
+    alone = DeviceBlock(path=str(tmp_path), reader=False)
+    alone.bind(target, num_slots=SLOTS, max_nodes=4, exact=True)
+    assert play.device.info.level_bytes > alone.info.level_bytes > 0
     layer, reader = play.device._layer, play.eager._reader
     assert layer is not None
     assert layer.reader is not None

@@ -98,10 +98,7 @@ class DeviceBlock(GraphBlock):
             self.model, self._caches, self._limits(num_slots, max_nodes),
             windows=windows(self.config, self._window), longest=self._longest,
         )  # fmt: skip
-        # Prices are told per level: a whole block's share, as deep as it goes.
-        depth = self.info.max_depth
-        each = (layer.round_bytes + depth * layer.level_bytes) // (depth + 1)
-        self.info = replace(self.info, level_bytes=each)
+        self._price(layer)
 
     def attach(self, state: State) -> None:
         """The target's states, for the reader, whose launches are made now."""
@@ -111,6 +108,13 @@ class DeviceBlock(GraphBlock):
             assert self._reader is not None
             most = bucket(self._num_slots) * self.config.block_size
             self._layer.reader = DeviceReader(self._reader, self._reads, most)
+            self._price(self._layer)
+
+    def _price(self, layer: BlockLayer) -> None:
+        """Prices are told per level: a whole block's share, as deep as it goes."""
+        depth = self.info.max_depth
+        each = (layer.round_bytes + depth * layer.level_bytes) // (depth + 1)
+        self.info = replace(self.info, level_bytes=each)
 
     def _limits(self, num_slots: int, max_nodes: int) -> Limits:
         depth = min(self.info.max_depth, max_nodes - 1)
@@ -128,6 +132,7 @@ class DeviceBlock(GraphBlock):
         """See `DeviceDrafter`. features: of the rows' last round."""
         assert self._layer is not None, "bind() first"
         assert features is not None, "it reads features"
+        assert self._reader is None or self._layer.reader is not None, "attach() first"
         self._layer(rows, rnd, features.room, depth)
 
     @torch.inference_mode()

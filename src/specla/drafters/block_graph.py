@@ -173,9 +173,9 @@ class GraphBlock(BlockDrafter):
 
     def _asking(self, rows: int) -> Inject | None:
         """The reader over states that are read now: `_bases` has sent where they lie."""
-        if self._reads is None:
+        if self._reader is None:
             return None
-        assert self._reader is not None
+        assert self._reads is not None, "attach() first"
         rnd = self._logs.round(rows, 1)
         self._reads(rnd, rnd.num_nodes)
         return partial(self._reader.delta, reading=self._reads.reading(rows))

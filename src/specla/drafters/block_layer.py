@@ -94,8 +94,9 @@ class BlockLayer(Chain):
 
     @property
     def round_bytes(self) -> int:
-        """Of the weights that a round's launches read once, however deep it drafts."""
-        return sum(x.weight.numel() * x.weight.element_size() for x in self._every)
+        """Of what a round's launches read once, however deep it drafts."""
+        read = sum(x.weight.numel() * x.weight.element_size() for x in self._every)
+        return read + (0 if self.reader is None else self.reader.round_bytes)
 
     @property
     def _every(self) -> list[PackedLinear]:

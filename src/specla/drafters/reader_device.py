@@ -32,6 +32,11 @@ class StateReads:
         squares = len(self._layers) * num_rows * c.num_heads * kernels.num_tiles(c.value_dim)
         self._flat = [self._keys.new_zeros(squares * n) for n in (c.rank**2, 1)]
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one row's states, their logs aside."""
+        return sum(layer.S[0].nbytes for layer in self._layers)
+
     def parts(self, num_rows: int) -> kernels.Parts:
         """Of the first rows, all layers."""
         c, tiles = self.config, kernels.num_tiles(self.config.value_dim)
@@ -90,9 +95,10 @@ class DeviceReader(Chain):
 
     @property
     def round_bytes(self) -> int:
-        """Of the weights that a round's launches read."""
+        """Of what a round's launches read: weights, and one row's states."""
         linears = (self._query, self._down, self._up)
-        return sum(x.weight.numel() * x.weight.element_size() for x in linears)
+        read = sum(x.weight.numel() * x.weight.element_size() for x in linears)
+        return read + self.read.state_bytes
 
     def __call__(self, h: Tensor, size: Tensor) -> None:
         """h [B * n, D] += what the reader says to it, of rows with size [B] int32 not 0: after
