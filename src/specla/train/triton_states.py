@@ -71,8 +71,9 @@ def _states_kernel(
     beta_ptr += head
     at = v[:, None] * K + k[None, :]
     inside = v_used[:, None] & k_used[None, :]
-    S = tl.zeros([TILE, K_BLOCK], tl.float32)
     wanted = tl.load(places_ptr + a)
+    # Nothing, but laid out as it will be written: else it is carried in two layouts.
+    S = tl.load(S_ptr + at, mask=inside & (at < 0), other=0.0)
     key, value, g, beta = _token(k_ptr, v_ptr, g_ptr, beta_ptr, start, k_used, v_used, H, K, G, V)
     for t in range(start, last + 1):
         # The next token's factors travel while this one's are at work.
