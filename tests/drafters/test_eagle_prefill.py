@@ -22,6 +22,7 @@ from specla.models.base import TargetModel
 pytest.importorskip("triton")
 from specla.drafters import eagle_prefill
 from specla.drafters.eagle_prefill import EaglePrompts
+from specla.models import gdn_prefill_graphs
 from specla.ops.gemm import pack_swiglu
 
 pytestmark = needs_interpreter
@@ -51,7 +52,8 @@ def test_prompts_are_the_eager_drafters(
 ) -> None:
     """Two slots by turns, chunks longer and shorter than the one before, one as long as its
     padding."""
-    monkeypatch.setattr(eagle_prefill, "CHUNK", 4)
+    for module in (eagle_prefill, gdn_prefill_graphs):
+        monkeypatch.setattr(module, "CHUNK", 4)
     monkeypatch.setattr(eagle_prefill, "captured", played)
     changes = {} if graphs else {"fc_norm": False}
     eager, device = (bound(tmp_path / name, target, **changes) for name in "ab")

@@ -81,14 +81,14 @@ def test_the_trees_are_the_eager_drafters(tmp_path: Path) -> None:
 def test_prompts_are_the_eager_drafters_and_their_own(tmp_path: Path) -> None:
     """By fla's chunked kernels, replayed or launched: within rounding of the torch recurrence;
     the same bits in another slot, after other prompts."""
-    model, lengths = target(2, torch.bfloat16), (1, 63, 64, 65, 200, 512, 513)
+    model, lengths = target(2, torch.bfloat16), (1, 63, 64, 65, 200, 513, 1025)
     path = folder(tmp_path, model)
     eager, device = EagleDrafter(path=path), DeviceEagle(path=path)
     for one in (eager, device):
         one.bind(model, num_slots=2 * len(lengths), max_nodes=16, exact=True)
     generator = torch.Generator().manual_seed(0)
     width = model.info.hidden_size * len(device.feature_layers)
-    features = torch.randn(513, width, generator=generator).to("cuda", torch.bfloat16)
+    features = torch.randn(1025, width, generator=generator).to("cuda", torch.bfloat16)
 
     def read(drafter: EagleDrafter, slot: int, length: int) -> list[torch.Tensor]:
         tokens = [(37 * length + 11 * i) % 31000 + 5 for i in range(length)]

@@ -22,7 +22,7 @@ from specla.state import State
 pytest.importorskip("triton")
 from specla.models.gdn_fused import _packed
 from specla.models.gdn_prefill import ChunkDecoder
-from specla.models.gdn_prefill_graphs import LANES, Places, ShortChunks
+from specla.models.gdn_prefill_graphs import LANES, Places, ShortChunks, padded
 
 
 class Played:
@@ -107,6 +107,12 @@ def test_chunks_agree_with_the_cpu_decoder(tmp_path: Path, options: dict[str, ob
     for a, b in zip(one.committed_state(slot), two.committed_state(slot), strict=True):
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_follows_from_a_chunks_length() -> None:
+    """Multiples of 64 up to 512 tokens, of 128 beyond."""
+    sizes = {1: 64, 64: 64, 65: 128, 512: 512, 513: 640, 640: 640, 1023: 1024, 1024: 1024}
+    assert {n: padded(n) for n in sizes} == sizes
 
 
 def test_short_chunks_are_padded_and_replayed(tmp_path: Path, on_a_device: None) -> None:

@@ -17,7 +17,7 @@ from specla.models.features import Features
 from specla.state import State
 
 pytestmark = pytest.mark.gpu
-LENGTHS = (1, 63, 64, 65, 200, 512, 513)
+LENGTHS = (1, 63, 64, 65, 200, 512, 513, 1024, 1025)
 
 
 @cache
@@ -64,7 +64,7 @@ def test_prompts_side_by_side_are_their_own() -> None:
     """Whoever is beside them, in whichever lane, first time and again: the bits of one alone."""
     alone, state = new_state(), new_state(40)
     slot, slots = alone.acquire(), [state.acquire() for _ in range(40)]
-    lengths = [1 + (53 * i) % 512 for i in range(38)] + [513, 700]
+    lengths = [1 + (53 * i) % 640 for i in range(38)] + [1025, 1200]
     first = [run(alone, slot, n, (1, 2)) for n in lengths]
     for turn in range(3):
         order = list(range(40))[turn:] + list(range(turn))

@@ -24,7 +24,7 @@ from specla.drafters import triton_eagle as kernels
 from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_model import EagleModel
 from specla.models.gdn_prefill import ChunkLayer
-from specla.models.gdn_prefill_graphs import FIRST, MOST
+from specla.models.gdn_prefill_graphs import FIRST, MOST, padded
 from specla.models.gdn_weights import BlockWeights
 from specla.ops.capture import captured
 from specla.ops.gdn.reference import CHUNK
@@ -65,7 +65,7 @@ class EaglePrompts:
 
     def __call__(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
         """A chunk: tokens[i] follows the token whose outputs are features[i], [T, layers * D]."""
-        num_rows = -(-len(tokens) // CHUNK) * CHUNK
+        num_rows = padded(len(tokens))
         given = self._told(slot, tokens, num_rows)
         parts = features.unflatten(-1, (len(self._features), -1)).transpose(0, 1)
         if num_rows <= self._most:

@@ -27,8 +27,9 @@ from specla.ops.gdn.reference import CHUNK
 from specla.ops.lanes import Lanes
 from specla.ops.transfer import send
 
-MOST = 512
-"""Tokens: beyond, the device takes as long as the host."""
+FINE, MOST = 512, 1024
+"""Tokens. Up to FINE a chunk is padded to multiples of CHUNK, then of twice that; beyond MOST the
+device takes as long as the host."""
 LANES = 4
 """Chunks at once. One reads all weights; four of them are through in the time of two or less."""
 FIRST = 4
@@ -43,6 +44,12 @@ Launch = Callable[[Tensor, Places, Features | None], None]
 def to_send(tokens: Sequence[int]) -> Tensor:
     """int32 [FIRST + T]: their number, then at FIRST the tokens. One transfer."""
     return torch.tensor([len(tokens), *[0] * (FIRST - 1), *tokens], dtype=torch.int32)
+
+
+def padded(num_tokens: int) -> int:
+    """Rows of the graph for a chunk of so many tokens."""
+    unit = CHUNK if num_tokens <= FINE else 2 * CHUNK
+    return -(-num_tokens // unit) * unit
 
 
 class ShortChunks:
@@ -127,7 +134,7 @@ class _Lane:
     def __call__(self, tokens: Sequence[int], places: Places, layers: tuple[int, ...]) -> Tensor:
         """Advance S and tails. Returns outputs of the layers [layers, MOST, width], of which the
         tokens' rows are new."""
-        graph = self._graph(-(-len(tokens) // CHUNK) * CHUNK, layers)
+        graph = self._graph(padded(len(tokens)), layers)
         given = to_send(tokens)
         send(given, self._given[: len(given)])
         _copy(self._states, places)
