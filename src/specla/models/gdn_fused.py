@@ -49,7 +49,9 @@ class Options:
     stream: products of few rows by `ops.gemm_stream`. mix: there, the gated norm inside o_proj.
     early: there, kernels of one row let their successor start before they wait.
     ahead: rows of each of gate_up's tiles that the walk of trees asks into L2; of trees of one
-    node ahead_plain. Not measured yet, hence none.
+    node ahead_plain. room: bytes of in_proj's and down's rings, 0 for `ops.gemm_stream.RING`; with
+    160 KiB as many tiles of a weight are in flight for 16 rows as for one. Not measured yet, hence
+    all 0.
     """
 
     stream: bool = True
@@ -57,6 +59,7 @@ class Options:
     early: bool = True
     ahead: int = 0
     ahead_plain: int = 0
+    room: int = 0
 
 
 class _Buffers:
@@ -149,8 +152,9 @@ class FusedDecoder:
         for layer in self.layers:
             mixes = self._options.mix and layer.o_proj.tiling.span % width == 0
             stream_linear(layer.o_proj, width if mixes else 0)
-            for linear in (layer.in_proj, layer.gate_up, layer.down):
-                stream_linear(linear)
+            stream_linear(layer.gate_up)
+            for linear in (layer.in_proj, layer.down):
+                stream_linear(linear, room=self._options.room)
             if mixes and layer.o_proj.stream:
                 self._mix_rows = stream.MAX_MIX_ROWS
         stream_linear(self.head)
@@ -278,9 +282,9 @@ def is_hopper(weight: Tensor) -> bool:
     return torch.cuda.get_device_capability(weight.device)[0] == 9
 
 
-def stream_linear(linear: PackedLinear, block_k: int = 0) -> None:
-    """Set `linear.stream` and `linear.wide` where the shape allows. block_k: the stream's; 0 for
-    the shape's own."""
+def stream_linear(linear: PackedLinear, block_k: int = 0, room: int = 0) -> None:
+    """Set `linear.stream` and `linear.wide` where the shape allows. block_k and room, the bytes of
+    a ring: the stream's; 0 for the shape's own."""
     from specla.ops import gemm_stream as stream
     from specla.ops import gemm_wide as wide
 
@@ -288,6 +292,8 @@ def stream_linear(linear: PackedLinear, block_k: int = 0) -> None:
     ring = stream.ring_for(linear.weight.shape[0], linear.max_partials, PROCESSORS)
     if block_k:
         ring = ring._replace(block_k=block_k)
+    if room:
+        ring = ring._replace(bytes=room)
     if stream.fits(linear.weight, span, ring):
         linear.stream = stream.StreamLinear(linear.weight, linear.kind, span, ring)
     if wide.fits(linear.weight, span):
