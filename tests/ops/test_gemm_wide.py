@@ -64,7 +64,7 @@ def test_tiles_come_in_few_rounds() -> None:
         for rows in (128, 256):
             tile = wide.tile_for(outputs, rows, spans, spans)
             tiles = wide.count(tile, outputs, rows, spans)
-            assert 64 < tiles <= gemm.PROCESSORS, (outputs, rows, tile)
+            assert 64 <= tiles <= gemm.PROCESSORS, (outputs, rows, tile)
 
 
 def test_fits() -> None:
@@ -170,7 +170,7 @@ def expected(weight: Tensor, x: Tensor, kind: Kind, span: int, partials: int) ->
 
 def test_compiles_for_hopper() -> None:
     """A ring of weights is asked for before the wait; the instruction has the tile's tokens."""
-    tile = wide.TILES[0][0]
+    tile = wide.TILES[0]
     linear = WideLinear(on_meta(512, 256), "plain", 256)
     meta = linear._meta(tile, 1)
     warps, _ = meta["num_warps"], meta.pop("launch_pdl")
@@ -221,7 +221,7 @@ def normal(seed: int, *size: int) -> Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", [kind[0] for kind in wide.TILES])
+@pytest.mark.parametrize("tile", wide.TILES)
 def test_the_bits_of_the_other_kernel(kind: Kind, tile: Tile) -> None:
     """Every tile and row count, one round of tiles and several; rows of NaN beside; ragged
     outputs."""

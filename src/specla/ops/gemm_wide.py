@@ -54,29 +54,45 @@ class Tile(NamedTuple):
     beside: int = 1
 
 
-# Microseconds of one round of tiles at K = 2,048: what has to be measured to choose.
-TILES: tuple[tuple[Tile, float], ...] = (
-    (Tile(64, 128, 64, 4), 10.5),
-    (Tile(128, 128, 64, 8), 12.0),
-    (Tile(128, 256, 64, 8), 18.0),
-)
+class Rates(NamedTuple):
+    """What an H200 does in a microsecond: bytes into one multiprocessor, bytes out of L2, products
+    of two elements in one multiprocessor. Chooses tiles, and no bit depends on it."""
+
+    processor: float
+    memory: float
+    products: float
 
 
-def tile_for(outputs: int, num_rows: int, spans: int, partials: int) -> Tile:
-    """The tile whose rounds take least. spans: of K, in all; partials: sums that come out."""
+TILES = (Tile(64, 128, 64, 4), Tile(128, 128, 64, 8), Tile(128, 256, 64, 8))
+# Not measured yet: from what `ops.gemm` does at 1,024 rows.
+RATES = Rates(118e3, 9.3e6, 3.1e6)
 
-    def time(tile: Tile, us: float) -> float:
-        return us * triton.cdiv(count(tile, outputs, num_rows, partials), PROCESSORS * tile.beside)
 
+def tile_for(
+    outputs: int, num_rows: int, spans: int, partials: int, rates: Rates | None = None
+) -> Tile:
+    """The tile that takes least. spans: of K, in all; partials: sums that come out."""
     # Spans that one program adds need a second set of accumulators.
     room = ACCUMULATORS if spans == partials else ACCUMULATORS // 2
-    kinds = [kind for kind in TILES if accumulators(kind[0]) <= room]
-    return min(kinds, key=lambda kind: time(*kind))[0]
+    tiles = [tile for tile in TILES if accumulators(tile) <= room]
+    return min(tiles, key=lambda t: _times(t, outputs, num_rows, partials, rates or RATES))
+
+
+def _times(
+    tile: Tile, outputs: int, num_rows: int, partials: int, rates: Rates
+) -> tuple[float, float]:
+    """Per element of K: the slowest of what goes on at once, and L2, which others use as well."""
+    tiles = count(tile, outputs, num_rows, partials)
+    rounds = triton.cdiv(tiles, PROCESSORS * tile.beside) * tile.beside
+    num_bytes = 2 * (tile.block_o + tile.block_m)
+    memory = tiles * num_bytes / rates.memory
+    products = tile.block_o * tile.block_m / rates.products
+    return max(memory, rounds * max(num_bytes / rates.processor, products)), memory
 
 
 def fits(weight: Tensor, span: int) -> bool:
     """Whether the kernel can do it; otherwise `ops.gemm` does."""
-    inputs, block_k = weight.shape[1], max(tile.block_k for tile, _ in TILES)
+    inputs, block_k = weight.shape[1], max(tile.block_k for tile in TILES)
     aligned = inputs % 8 == 0 and weight.data_ptr() % 16 == 0
     # A tile has two blocks or more: a slot is asked for anew while the next one is in use.
     return aligned and (span % block_k == 0 or span >= inputs) and min(span, inputs) > block_k
