@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from behind import Turns
-from block_toy import DFLASH, block_config, write_block
+from block_toy import DFLASH, block_config, reader_config, write_block
 from engine_harness import drive, make_engine, outcome, plain, request
 from engine_requests import LOOP, WALK
 from test_block_graph import played
@@ -39,15 +39,18 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specla.drafters.block_graph.captured", played)
 
 
-def folder(tmp_path: Path, target: TargetModel, **sizes: Any) -> str:
+def folder(tmp_path: Path, target: TargetModel, reads: bool = False, **sizes: Any) -> str:
     small = {"windows": (None,), "block_size": 3, "num_kv_heads": 1, "target_fingerprint": None}
-    return str(write_block(tmp_path, block_config(target.info, **{**small, **sizes})))
+    reader = reader_config(target.info) if reads else None
+    return str(write_block(tmp_path, block_config(target.info, **{**small, **sizes}), reader))
 
 
-@pytest.mark.parametrize("kind", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["dspark", "reader", pytest.param("dflash", marks=pytest.mark.slow)]
+)
 def test_rounds_are_the_host_drafters(tmp_path: Path, target: TargetModel, kind: str) -> None:
     sizes = {**DFLASH, "block_size": 4} if kind == "dflash" else {}
-    path = folder(tmp_path, target, **sizes)
+    path = folder(tmp_path, target, kind == "reader", **sizes)
     drafter = BlockDrafter(path=path, on_device=True, **OPTIONS)
     engine, rounds = engine_with(target, drafter, "off")
     assert type(engine.drafter) is DeviceBlock
