@@ -4,6 +4,7 @@ CPU decoder. The recurrence by fla: tests/ops/test_fla_chunks.py."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -142,6 +143,25 @@ def test_short_chunks_are_padded_and_replayed(tmp_path: Path, on_a_device: None)
         for a, b in zip(*committed, strict=True):
             for x, y in zip(a, b, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_states_views_are_kept_as_long_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tmp_path, heads=1, num_v_heads=2, expand_v=1.0)
+    chunks, states = by_chunks(model), [State(model.config.recurrent, num_slots=2, max_nodes=1)]
+    states.append(State(model.config.recurrent, num_slots=2, max_nodes=1))
+    monkeypatch.setattr(chunks, "launch", add_up)
+    for turn in (1, 2):
+        for i, state in enumerate(states):
+            for slot in (1, 2):
+                chunks([10 * i + slot], slot, state)
+                assert float(state.layers[1].S[slot].mean()) == turn * (10 * i + slot)
+    assert [len(slots) for slots in chunks._kept.values()] == [2, 2]
+    del state
+    states.pop()
+    gc.collect()
+    assert len(chunks._kept) == 1
 
 
 SHAPE = RecurrentShape(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -146,6 +147,7 @@ class ChunkDecoder:
             shape, eps=eps, gated=gated, beta_scale=beta_scale, kernels=kernels,
             dtype=self._dtype, device=self._device,
         )  # fmt: skip
+        self._kept = WeakKeyDictionary[State, dict[tuple[int, int], Places]]()
         width = weights.embeddings.shape[1]
         self._short = ShortChunks(self.launch, shape, width, self._dtype, self._device)
 
@@ -157,13 +159,21 @@ class ChunkDecoder:
         self, tokens: Sequence[int], slot: int, state: State, features: Features | None = None
     ) -> None:
         """Advance `slot` over `tokens`: S and tail of every layer, and the count."""
-        layers = range(self._shape.num_layers)
-        places = [(state.layers[i].S[slot], state.tail(i, slot)) for i in layers]
+        places = self._places(slot, state)
         if self._short.takes(len(tokens)):
             self._short(tokens, places, features)
         else:
             self.launch(sent(to_send(tokens), self._device), places, features)
         state.advance(slot, len(tokens))
+
+    def _places(self, slot: int, state: State) -> Places:
+        """Views, kept: to make them takes as long as half of a prompt's launches."""
+        kept = self._kept.setdefault(state, {})
+        key = slot, state.logs[slot].bank
+        if key not in kept:
+            layers = range(self._shape.num_layers)
+            kept[key] = [(state.layers[i].S[slot], state.tail(i, slot)) for i in layers]
+        return kept[key]
 
     def launch(self, given: Tensor, places: Places, features: Features | None) -> None:
         """Advance S and tail of every layer over the tokens of `given` (see `to_send`)."""
