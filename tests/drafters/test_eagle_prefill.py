@@ -59,6 +59,7 @@ def test_prompts_are_the_eager_drafters(
     eager, device = (bound(tmp_path / name, target, **changes) for name in "ab")
     prompts = EaglePrompts(device, pack_swiglu(device.weights.gate_up), "reference", graphs=graphs)
     generator = torch.Generator().manual_seed(3)
+    prompts.compile()
     untouched = [x.clone() for x in of_slot(device, 3)]
     for slot, length in ((1, 6), (2, 4), (1, 3)):
         tokens = [(5 * i + length) % target.info.vocab_size for i in range(length)]
@@ -66,6 +67,7 @@ def test_prompts_are_the_eager_drafters(
         eager.prefill(slot, tokens, features)
         prompts(slot, tokens, features)
     assert len(prompts._graphs) == (2 if graphs else 0)
+    assert all(x.isfinite().all() for x in of_slot(device, 0))
     for slot in (1, 2):
         for a, b in zip(of_slot(eager, slot), of_slot(device, slot), strict=True):
             assert b.abs().max() > 0

@@ -95,7 +95,8 @@ class DeviceEagle(EagleDrafter):
             self._prompts = EaglePrompts(
                 self.model, self._layer.gate_up, recurrence, graphs=recurrence == "fla"
             )
-            # Compiles what an engine would otherwise wait for in the middle of a text.
+            # What an engine would otherwise wait for in the middle of a text.
+            self._prompts.compile()
             self._layer.take_in([], [], [], self.model.weights.fc.new_zeros(0, self._width))
 
     def _limits(self, num_slots: int, max_nodes: int) -> Limits:

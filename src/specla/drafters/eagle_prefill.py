@@ -63,6 +63,15 @@ class EaglePrompts:
         self._given = w.fc.new_zeros(_words(self._most), dtype=torch.int32)
         self._features = w.fc.new_zeros(size)
 
+    def compile(self) -> None:
+        """The kernels, the same for every length: the shortest graph, or launches over no token
+        of the padding slot."""
+        if self._most:
+            self._graph(CHUNK)
+        else:
+            room = self._features.new_zeros(len(self._features), CHUNK, self._features.shape[2])
+            self._launch(self._given.new_zeros(_words(CHUNK)), room)
+
     def __call__(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
         """A chunk: tokens[i] follows the token whose outputs are features[i], [T, layers * D]."""
         num_rows = padded(len(tokens))
