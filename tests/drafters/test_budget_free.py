@@ -13,12 +13,13 @@ import pytest
 from budget_world import Stairs
 
 from specla.drafters.base import Shape
-from specla.drafters.budget import STAKE, SWITCH_ON
+from specla.drafters.budget import STAKE
 from specla.drafters.budget_free import (
     LOADING,
     PLAIN,
     RESIDENT_LOADING,
     RESUME_CREDIT,
+    SWITCH_ON,
     Accounts,
     FreeBudget,
 )

@@ -29,7 +29,7 @@ from itertools import accumulate
 from operator import mul
 
 from specla.drafters.base import Shape
-from specla.drafters.budget import ALLOWANCE, STAKE, SWITCH_ON
+from specla.drafters.budget import ALLOWANCE, STAKE
 from specla.drafters.choose import RoundCosts, least_acceptance
 
 # The accounts, in AR steps: credit at the start, at most, and to be switched on again with; what
@@ -51,8 +51,9 @@ LOADING, RESIDENT_LOADING = 1.0, 4.0
 # Times as many misses per step in a tree twice as wide: an EAGLE drafter's of 16 nodes had 0.65
 # times those of its chain, the demo model's 10 % more tokens from 16 nodes than from 8.
 WIDER = 0.75
-# Where no shape is expected to be this fast, drafting is switched off; that of looks is dearer.
-STAY_ON = 0.97
+# Speed over plain decoding that a shape must promise for drafting to be switched on again, and the
+# least with which it stays on.
+SWITCH_ON, STAY_ON = 1.05, 0.97
 # A new shape must promise this much more than the one there is.
 BETTER = 1.03
 PLAIN = Shape(1, 0)
