@@ -182,7 +182,7 @@ def test_it_waits_for_the_device_once_per_level(kind: str, tmp_path: Path) -> No
     """To read the level's likeliest tokens, and the engine for the verdict; all that is sent goes
     without waiting."""
     write_block(tmp_path, block_config(target().info, **{**SIZES, **KINDS[kind]}))
-    drafter = BlockDrafter(path=str(tmp_path), tau=50.0)
+    drafter = BlockDrafter(path=str(tmp_path), tau=50.0, on_device=False)
     levels = drafter.info.max_depth if drafter.config.markov_rank else 1
     rounds: list[int] = []
 
