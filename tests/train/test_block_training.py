@@ -208,6 +208,28 @@ def test_states_are_those_before_the_anchor(target: TargetModel, texts: list[Tex
         engine.state.release(slot)
 
 
+@torch.no_grad()
+def test_a_new_reader_asks_loudly_enough(target: TargetModel) -> None:
+    """Of states of any size u has unit variance, and so have the hidden numbers."""
+    config = replace(reader_config(target.info), rank=8, key_dim=128, value_dim=64, bottleneck=64)
+    torch.manual_seed(0)
+    reader = ReaderNet(config).reader()
+    states = [1e-3 * torch.randn(9, config.num_heads, 64, 128) for _ in config.state_layers]
+    given: list[Tensor] = []
+    down = reader._linears["mlp.down"]
+
+    def overheard(f: Tensor) -> Tensor:
+        given.extend((f, down(f)))
+        return given[-1]
+
+    reader._linears["mlp.down"] = overheard  # type: ignore[assignment]
+    delta = reader.delta(torch.randn(27, config.hidden_size), reader.read_folded(states))
+    u = given[0].unflatten(-1, (-1, config.rank + 1))[..., :-1]
+    assert 0.6 < float(u.std()) < 1.4
+    assert 0.6 < float(given[1].std()) < 1.4
+    assert not delta.any()
+
+
 def test_losses_written_out() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, 4, 6, generator=generator).double()

@@ -74,7 +74,7 @@ def metrics(
 
 def _equal(trained: Mapping[str, Mapping[str, Any]]) -> str:
     """What the reader's gain is measured against, and what both were given."""
-    told = ["block drafter, no state: same batches, anchors, rates and loss"]
+    told = ["block drafter, no state: same batches, anchors, loss, rates but the new reader's"]
     for what, stages in (("reader", READING), ("without", CONTROL)):
         if found := [trained[name] for name in stages if name in trained]:
             steps = " + ".join(str(one["steps"]) for one in found)

@@ -144,15 +144,23 @@ class ReaderNet(Named):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Projections of unit gain; the last matrix is zero, so that training starts at the
-        drafter without a reader."""
-        for name, p in self.named_parameters():
-            if name == "norm.weight":
-                p.fill_(1)
-            elif name == "mlp.up.weight":
-                p.zero_()
-            else:
-                nn.init.normal_(p, std=p.shape[-2 if name == "values" else -1] ** -0.5)
+        """What a state answers, u, and the MLP's hidden numbers have unit variance; norms, which
+        are far from 0 and hardly change, are not looked at yet. The last matrix is zero, so that
+        training starts at the drafter without a reader."""
+        c = self.config
+        states = len(c.state_layers) * c.num_heads
+        deviations = {
+            "query.weight": (c.key_dim / (c.rank * c.hidden_size)) ** 0.5,
+            "keys": c.key_dim**-0.5,
+            "values": c.value_dim**-0.5,
+            "mlp.down.weight": (states * c.rank) ** -0.5,
+            "mlp.up.weight": 0.0,
+        }
+        tensors = self.tensors()
+        tensors["norm.weight"].fill_(1)
+        for name, std in deviations.items():
+            nn.init.normal_(tensors[name], std=std)
+        tensors["mlp.down.weight"].unflatten(-1, (states, c.rank + 1))[..., c.rank].zero_()
 
     def reader(self) -> Reader:
         """The forward with the parameters as they are now."""

@@ -79,12 +79,13 @@ class LineUp:
     keep_bytes: int = 40 << 30
 
 
-def _reading(schedule: Mapping[str, Any]) -> tuple[Entry, ...]:
+def _reading(schedule: Mapping[str, Any], **alone: Any) -> tuple[Entry, ...]:
     """A reader in two stages, of which the first has little to learn; and what its gain is
-    measured against: the same lessons at the same rates by the same loss, without a state."""
-    joint, plain = {"joint": True}, {"reader_loss": True}
+    measured against: the same lessons by the same loss, without a state, and at the same rates but
+    for those of the first stage, in which the reader is new (alone)."""
+    joint, plain, new = {"joint": True}, {"reader_loss": True}, {**schedule, **alone}
     return (
-        Entry(name="reader", kind="reader", share=0.03, schedule=schedule, start="block"),
+        Entry(name="reader", kind="reader", share=0.03, schedule=new, start="block"),
         Entry(
             name="reader-joint", kind="reader", share=0.17, schedule=schedule, start="reader",
             options=joint,
@@ -114,7 +115,7 @@ GPU_LINE_UP = LineUp(
             },
         ),
         Entry(name="block", kind="block", share=0.24, schedule={**_LARGE, "lr": 6e-4}),
-        *_reading(_READING),
+        *_reading(_READING, lr=6e-4),
     ),
     prompts=12_000,
     keep_bytes=72 << 30,
