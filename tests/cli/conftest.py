@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for `specla.llm`: the command line is tested without weights and without torch."""
+"""A stand-in for `specla.llm`: the command line is tested without weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from completions import completion
 
 from specla import drafters
@@ -40,7 +41,7 @@ class StubLLM:
         self.tokenizer = types.SimpleNamespace(has_chat_template=template)
         info = types.SimpleNamespace(architecture="StubForCausalLM", fingerprint="00")
         self.model = types.SimpleNamespace(
-            info=info, device="cpu", dtype="torch.float32", check_rows=self.check_rows
+            info=info, device=torch.device("cpu"), dtype="torch.float32", check_rows=self.check_rows
         )
         name = "suffix" if options["drafter"] == "auto" else options["drafter"]
         self.config = types.SimpleNamespace(

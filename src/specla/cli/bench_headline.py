@@ -117,7 +117,7 @@ def _show(done: dict[str, dict[str, Any]], plan: Plan, *, json: bool) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=LOG_WIDTH)
     scores, batches, found = page.read(done[MEASURE])
-    console.print(page.render(scores, f"{plan.size} on {done[MEASURE]['run']['device']}"))
+    console.print(page.render(scores, done[MEASURE]["run"]["device"]))
     console.print(page.render_batches(batches))
     console.print(metric_table([m for m in found if not m.name.startswith("headline/")]))
     for name, why in done[MEASURE]["missing"].items():
@@ -135,7 +135,7 @@ def _record(
     head = {
         "date": run["date"],
         "commit": commit or run["commit"],
-        "device": f"{run['device']} {run['dtype']} {plan.size}",
+        "device": run["device"],
         "torch": run["versions"].get("torch") or "",
         "triton": run["versions"].get("triton") or "",
         "command": run["command"],

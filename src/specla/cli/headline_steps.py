@@ -165,7 +165,7 @@ def contenders() -> list[Contender]:
 def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None) -> dict[str, Any]:
     from specla.bench import headline as bench
     from specla.bench import headline_page as page
-    from specla.cli.records import run_record
+    from specla.cli.records import machine, run_record
 
     began = time.monotonic()
     wanted, params = _prompts(plan)
@@ -192,7 +192,7 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
         "batches": [asdict(one) for one in batches],
         "metrics": [asdict(one) for one in figures],
         "missing": missing,
-        "run": {name: record[name] for name in ("device", "dtype", "versions")} | _origin(),
+        "run": {"device": machine(record), "versions": record["versions"]} | _origin(),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -63,15 +64,26 @@ def completion_record(completion: Completion, form: str) -> dict[str, Any]:
 def run_record(llm: LLM, model: str) -> dict[str, Any]:
     """The part of a result that is about the run. `engine` has every setting as it ran, and in
     `reasons` why the ones that were left open came out as they did."""
+    # Imports torch, which is loaded by now.
+    from specla.engine.cost import device_name
+
     return {
         "model": model,
         "architecture": llm.model.info.architecture,
         "device": str(llm.model.device),
+        "device_name": device_name(llm.model.device),
         "dtype": str(llm.model.dtype).removeprefix("torch."),
         "fingerprint": llm.model.info.fingerprint,
         "engine": llm.config.summary(),
         "versions": versions(),
     }
+
+
+def machine(run: Mapping[str, Any]) -> str:
+    """The column `device` of results.csv, of what `run_record` gave: a row without the GPU's name
+    says nothing."""
+    device = run["device_name"] if run["device"].startswith("cuda") else run["device"]
+    return f"{device} {run['dtype']} {run['model']}"
 
 
 def error_record(error: Exception, line: int, name: str | int | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from specla.bench.studies.study import Lab, Setting, Subject, Value
 from specla.cli.console import Tick
 from specla.cli.loading import load, prompt_format, user_turn
 from specla.cli.options import EngineOptions
-from specla.cli.records import run_record
+from specla.cli.records import machine, run_record
 from specla.drafters.base import Drafter, FeatureDrafter
 from specla.engine.engine import Engine
 from specla.errors import ConfigError
@@ -120,7 +120,7 @@ def _run(plan: Plan, llm: LLM) -> dict[str, Any]:
     record = run_record(llm, plan.engine.model)
     # The arguments, not the program's path: the command has to work elsewhere.
     command = " ".join(["specla", *sys.argv[1:]])
-    device = f"{record['device']} {record['dtype']} {record['model']}"
+    device = machine(record)
     head = report.head(
         device=device, versions=record["versions"], command=command, measured=plan.commit
     )

@@ -22,7 +22,7 @@ from specla.state.rounds import bucket
 FIXED = {"cpu": (22.0, 22.0), "cuda": (100.0, 105.0)}
 PER_ROW = {"cpu": (0.0, 0.0), "cuda": (0.75, 1.3)}
 # What launching a level of drafts takes, in plain steps: ten kernels of a chain of three hundred,
-# which wait for each other more than for memory. A level of EAGLE took 37 us of 966.
+# which wait for each other more than for memory. A level of drafts took 37 us of 966.
 LAUNCHES = 0.023
 # Rounds that the time of a node is averaged over.
 WINDOW = 16
