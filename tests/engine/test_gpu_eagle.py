@@ -23,7 +23,10 @@ from specla.drafters.eagle import EagleDrafter
 from specla.drafters.eagle_device import DeviceEagle
 from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
-from specla.request import Request, SamplingParams
+from specla.engine.graphs import GraphRounds
+from specla.models.features import Features
+from specla.ops.contract import DeviceRound, RowArrays
+from specla.request import Completion, Request, SamplingParams
 from specla.state import State
 from specla.topology.tree import DraftTree
 
@@ -149,3 +152,55 @@ def test_shapes_and_rest_by_turns_change_no_token(tmp_path: Path) -> None:
     one, two = (decode(EagleDrafter(path=path), 16, turns) for _ in "ab")
     assert one[0] == plain
     assert one == two
+
+
+class Right(DeviceEagle):
+    """Its likeliest first draft is the truth: tokens [1, positions], by position."""
+
+    truth: torch.Tensor
+
+    def launch(
+        self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None, *, depth: int
+    ) -> None:
+        super().launch(rows, rnd, features, depth=depth)
+        rnd.tokens[:, 1:2].copy_(self.truth.gather(1, rows.len_tokens.long().unsqueeze(1)))
+
+
+def test_a_row_alone_goes_on_in_another_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loaded once, and what it accepted in one shape is taken in by the next one's."""
+    model = target(6, torch.bfloat16)
+    state = State(
+        model.info.recurrent, num_slots=1, max_nodes=16, log_capacity=16, dtype=model.dtype,
+        device=model.device,
+    )  # fmt: skip
+    prompt, params = (*range(5, 45),), SamplingParams(max_tokens=80, ignore_eos=True)
+    one = Request(request_id="a", prompt=None, prompt_token_ids=prompt, params=params, seed=0)
+
+    def run(drafter: Drafter, turns: Sequence[Shape] = ()) -> Completion:
+        engine = Engine(
+            model, state, drafter, mode="exact", prefill_chunk=256,
+            budget="paying" if turns else "off",
+        )  # fmt: skip
+        engine.capture()
+        if engine.spending is not None:
+            engine.spending.free = Turns(turns, every=3)  # type: ignore[assignment]
+        loads, load = list[int](), GraphRounds._load
+        monkeypatch.setattr(
+            GraphRounds, "_load", lambda self, rows: (loads.append(1), load(self, rows))[1]
+        )
+        engine.add(one)
+        deltas = [delta for _ in iter(lambda: engine.has_work, False) for delta in engine.step()]
+        monkeypatch.setattr(GraphRounds, "_load", load)
+        assert len(loads) == 1
+        return next(d.completion for d in deltas if d.completion is not None)
+
+    plain = run(NoDrafter()).token_ids
+    Right.truth = torch.tensor([[*prompt, *plain, *[0] * 16]], dtype=torch.int32, device="cuda")
+    turns = Shape(16, 6), Shape(2, 1), Shape(8, 4), Shape(16, 4), Shape(4, 3)
+    path = folder(tmp_path, model)
+    first, again = (run(Right(path=path, max_depth=6), turns) for _ in "ab")
+    assert first.token_ids == again.token_ids == plain
+    assert first.speculation == again.speculation
+    assert first.speculation.tokens_per_round > 1.8
