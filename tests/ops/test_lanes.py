@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 
 import pytest
 
@@ -64,6 +65,7 @@ class Played:
 def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     made = Played()
     monkeypatch.setattr(lanes, "cuda", made)
+    monkeypatch.setattr(lanes, "capture_stream", Stream)
     return made
 
 
@@ -95,6 +97,19 @@ def test_runs_wait_for_no_more_than_they_must(played: Played, count: int, runs: 
     assert {f"run a{i}" for i in range(runs)} <= after["reset b"]
     assert all(f"read a{i}" in after["run b0"] for i in range(runs))
     assert len(after["end"]) == 2 + 4 * runs
+
+
+def test_lanes_have_streams_of_their_own(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives out 32 streams, again and again."""
+    pool = [Stream() for _ in range(5)]
+    turns = cycle(pool)
+    monkeypatch.setattr(lanes, "capture_stream", lambda: pool[2])
+    monkeypatch.setattr(played, "Stream", lambda: next(turns))
+    for first in range(5):
+        turns = cycle(pool[first:] + pool[:first] + pool[:1])
+        made = lanes.Lanes(4)
+        streams = [made.stream(i) for i in range(4)]
+        assert {*map(id, streams)} == {*map(id, pool)} - {id(pool[2])}
 
 
 def test_a_run_that_fails_is_waited_for(played: Played) -> None:

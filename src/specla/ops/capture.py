@@ -9,23 +9,34 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def capture_stream() -> torch.cuda.Stream:
+    """Of the current device, for graphs that run one after the other. Always the same one: there
+    are 32 streams in all, and a later one may be any of them."""
+    device = torch.cuda.current_device()
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream()
+    return _streams[device]
 
 
 def captured(
     launch: Callable[[], T], *, stream: torch.cuda.Stream | None = None, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, T]:
     """The graph of what `launch` launches, and what it returns, whose tensors every replay writes
-    anew. It is run once before, on a stream of its own: kernels compile there.
+    anew. It is run once before, on the same stream: kernels compile there.
 
-    stream: to capture on. Products share their scratch memory with others that were captured on
-    the same stream, so graphs that may run at the same time need one each. pool: memory to share
-    with graphs that never do, and whose tensors nobody keeps.
+    stream: to capture on, `capture_stream()` where there is none. Products share their scratch
+    memory with others that were captured on the same stream, so graphs that may run at the same
+    time need one each. pool: memory to share with graphs that never do, and whose tensors nobody
+    keeps.
     """
-    side = stream or torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    stream = stream or capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         launch()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         found = launch()

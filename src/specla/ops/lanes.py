@@ -13,12 +13,14 @@ from contextlib import contextmanager
 
 from torch import cuda
 
+from specla.ops.capture import capture_stream
+
 
 class Lanes:
     """So many places for runs, taken in turn."""
 
     def __init__(self, count: int) -> None:
-        self._streams = [cuda.Stream() for _ in range(count)]
+        self._streams = _other_streams(count)
         # By lane: all that has read its last run.
         self._read: list[cuda.Event] = []
         self._last = -1
@@ -46,6 +48,16 @@ class Lanes:
     def stream(self, lane: int) -> cuda.Stream:
         """A lane's, to capture what it will run: products have room of their own per stream."""
         return self._streams[lane]
+
+
+def _other_streams(count: int) -> list[cuda.Stream]:
+    """So many that are neither each other nor the one that other graphs are captured on."""
+    taken = [capture_stream()]
+    while len(taken) <= count:
+        one = cuda.Stream()
+        if one not in taken:
+            taken.append(one)
+    return taken[1:]
 
 
 def _mark() -> cuda.Event:
