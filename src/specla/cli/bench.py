@@ -20,9 +20,9 @@ from specla.bench.workloads import WORKLOADS, prompts
 from specla.cli import options as opt
 from specla.cli.console import note, progress_bars
 from specla.cli.failure import INCORRECT
-from specla.cli.loading import load, prompt_format, runner
+from specla.cli.loading import check_options, load, prompt_format, runner
 from specla.cli.options import EngineOptions
-from specla.cli.records import dumps, run_record
+from specla.cli.records import dumps, machine, run_record
 from specla.cli.single import print_line
 from specla.errors import ConfigError
 from specla.models.resolve import resolve
@@ -38,6 +38,7 @@ def generate(
         list[str] | None,
         typer.Option(help="Drafter to measure; repeatable. Default: every one there is."),
     ] = None,
+    drafter_option: opt.DrafterOption = None,
     kind: Annotated[
         list[str] | None,
         typer.Option(help=f"Prompt kind; repeatable. Default: all ({', '.join(WORKLOADS)})."),
@@ -95,6 +96,10 @@ def generate(
         raise ConfigError(f"--total is of one drafter, got {drafter or 'all'}; give one --drafter")
     if total and not record:
         raise ConfigError(f"--total {total} has no effect without --record; add it")
+    options = opt.drafter_options(drafter_option)
+    target = resolve(model, revision=revision)
+    names = _drafters(drafter, target)
+    check_options(names, target, options)
     engine = EngineOptions(
         model=model,
         max_nodes=max_nodes,
@@ -109,8 +114,10 @@ def generate(
             PLAIN: load(replace(engine, drafter="none", mode="plain"), tick),
             EXACT: load(replace(engine, drafter="none"), tick),
         }
-        for name in _drafters(drafter, resolve(model, revision=revision)):
-            engines[name] = load(replace(engine, drafter=name, budget=budget), tick)
+        for one in names:
+            name = opt.labelled(one, options)
+            drafting = replace(engine, drafter=one, drafter_options=options, budget=budget)
+            engines[name] = load(drafting, tick)
         form = prompt_format(engines[EXACT], None)
         methods = [Method(name=k, run=runner(v, form)) for k, v in engines.items()]
         count = (lambda done, total: tick("measuring", done, total)) if tick else None
@@ -168,7 +175,7 @@ def _record(
     command = " ".join(["specla", *sys.argv[1:]])
     versions = run["versions"]
     assert isinstance(versions, dict)
-    device = f"{run['device']} {run['dtype']} {run['model']}"
+    device = machine(run)
     first = report.head(device=device, versions=versions, command=command)
     lines = report.csv_rows(table, device=device, versions=versions, command=command)
     report.append(path, [*lines, *(first | line for line in totals)])

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from specla.cli import options as opt
 from specla.cli.console import note, progress_bars
-from specla.cli.loading import load, prompt_format, user_turn
+from specla.cli.loading import check_options, load, prompt_format, user_turn
 from specla.cli.options import EngineOptions
-from specla.cli.records import dumps, run_record
+from specla.cli.records import dumps, machine, run_record
 from specla.cli.single import print_line
 from specla.errors import ConfigError
+from specla.models.resolve import resolve
 from specla.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def accept(
         list[str] | None,
         typer.Option(help="Drafter to measure; repeatable. Default: what 'auto' picks."),
     ] = None,
+    drafter_option: opt.DrafterOption = None,
     suite: Annotated[
         list[Path] | None,
         typer.Option(
@@ -97,20 +99,24 @@ def accept(
         SamplingParams(temperature=t, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
         for t in dict.fromkeys(temperature or (0.0, 1.0))
     ]
+    options = opt.drafter_options(drafter_option)
+    names = list(dict.fromkeys(drafter or ("auto",)))
+    check_options(names, resolve(model, revision=revision), options)
     engine = EngineOptions(
         model=model, max_nodes=max_nodes, max_slots=max_slots, device=device, dtype=dtype,
-        mode=mode, revision=revision, threads=threads, budget="off",
+        mode=mode, revision=revision, threads=threads, budget="off", drafter_options=options,
     )  # fmt: skip
     found: list[Result] = []
     kept: list[tuple[Answer, float]] = []
     with progress_bars(wanted=not no_progress) as tick:
-        for name in dict.fromkeys(drafter or ("auto",)):
+        for name in names:
             llm = _load(replace(engine, drafter=name), tick)
             form = prompt_format(llm, None)
             for kind, law in ((kind, law) for kind in suites for law in laws):
                 answers = bench.collect(suites[kind], _runner(llm, form, law, tick))
                 # Two checkpoints of one kind have one name.
-                label = name if ":" in name else llm.engine.drafter.info.name
+                kept_as = name if ":" in name else llm.engine.drafter.info.name
+                label = opt.labelled(kept_as, options)
                 found.append(bench.result(kind, label, law.temperature, answers))
                 kept += [(answer, law.temperature) for answer in answers]
     if texts is not None:
@@ -187,7 +193,7 @@ def _report(
     from specla.bench import report
 
     run = run_record(llm, model)
-    device = f"{run['device']} {run['dtype']} {run['model']}"
+    device = machine(run)
     if json:
         for one in found:
             print_line(dumps(page.record(one) | {"prompt_format": form} | run))

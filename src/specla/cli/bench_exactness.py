@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,7 @@ def exactness(
             rich_help_panel=opt.ENGINE,
         ),
     ] = "auto",
+    drafter_option: opt.DrafterOption = None,
     batch: Annotated[
         int,
         typer.Option(help="Prompts decoded together; >= 1.", rich_help_panel=opt.ENGINE),
@@ -105,7 +106,7 @@ def exactness(
         model=model, drafter=drafter, device=device, dtype=dtype, mode=mode, kernel=kernel,
         max_nodes=max_nodes, max_slots=batch, revision=revision, threads=threads,
         # All that is drafted is verified: these trees are what the comparison is about.
-        budget="off",
+        budget="off", drafter_options=opt.drafter_options(drafter_option),
     )  # fmt: skip
     with progress_bars(wanted=not no_progress) as tick:
         if shape is not None:
@@ -132,7 +133,8 @@ def _checkpoint(
     """The comparisons, what was compared, and how to write a token."""
     # First the one that may be refused.
     other = load(engine, tick)
-    exact = load(replace(engine, drafter="none", mode="exact", kernel="auto"), tick)
+    alone = replace(engine, drafter="none", drafter_options=None, mode="exact", kernel="auto")
+    exact = load(alone, tick)
     from specla.bench.exactness import compare, exact_logits
 
     form = prompt_format(exact, None)
@@ -146,7 +148,8 @@ def _checkpoint(
     )  # fmt: skip
     kinds = [kind for kind, _ in texts]
     rows = compare(ids, kinds, plain, judged, logits_at)
-    what = f"{engine.model}, {form} prompts, mode {other.config.mode}, {other.config.drafter}"
+    name = opt.labelled(other.config.drafter, engine.drafter_options or {})
+    what = f"{engine.model}, {form} prompts, mode {other.config.mode}, {name}"
     return rows, what, lambda token: repr(exact.tokenizer.decode([token]))
 
 
@@ -188,30 +191,37 @@ def _random(
             max_slots=engine.max_slots, max_nodes=engine.max_nodes,
         )
     )  # fmt: skip
-    target = gdn_1_3b(device=config.device, dtype=config.torch_dtype)
     name = TREES if engine.drafter == "auto" and config.mode != "plain" else engine.drafter
+    options = engine.drafter_options or {}
+    guess = _guesser(name, options)
+    target = gdn_1_3b(device=config.device, dtype=config.torch_dtype)
     rows = compare_decoding(
         target,
         random_prompts(count, target.info.vocab_size),
-        lambda truth: _drafter(name, truth, target.info.vocab_size),
+        lambda truth: guess(truth, target.info.vocab_size),
         mode=config.mode,
         kernel=CHEAPEST if config.kernel == "auto" else config.kernel,
         batch=config.max_slots,
         max_nodes=config.max_nodes,
         max_tokens=max_tokens,
     )
-    return rows, f"random {shape}, mode {config.mode}, {name}"
+    return rows, f"random {shape}, mode {config.mode}, {opt.labelled(name, options)}"
 
 
-def _drafter(name: str, truth: Truth, vocab_size: int) -> Drafter:
+def _guesser(name: str, options: Mapping[str, object]) -> Callable[[Truth, int], Drafter]:
+    """From what exact AR said, and the number of tokens there are, to a drafter."""
     from specla import drafters
     from specla.testing import RandomTreeDrafter
 
-    if name == TREES:
-        return RandomTreeDrafter(
-            0, vocab_size, max_depth=12, max_children=4, truth=truth, p_right=P_RIGHT
-        )
-    return drafters.build("none" if name == "auto" else name)
+    if name != TREES:
+        chosen = "none" if name == "auto" else name
+        drafters.checked_options(chosen, options)
+        return lambda truth, vocab_size: drafters.build(chosen, options=options)
+    if options:
+        raise ConfigError(f"--drafter {TREES} has no options, got {', '.join(options)}")
+    return lambda truth, vocab_size: RandomTreeDrafter(
+        0, vocab_size, max_depth=12, max_children=4, truth=truth, p_right=P_RIGHT
+    )
 
 
 def _kernels(rows: Sequence[Comparison]) -> str:

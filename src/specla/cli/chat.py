@@ -37,6 +37,7 @@ def chat(
     top_p: opt.TopP = 1.0,
     min_p: opt.MinP = 0.0,
     drafter: opt.Drafter = "auto",
+    drafter_option: opt.DrafterOption = None,
     max_nodes: opt.MaxNodes = 16,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
@@ -58,6 +59,7 @@ def chat(
     engine = EngineOptions(
         model=model,
         drafter=drafter,
+        drafter_options=opt.drafter_options(drafter_option),
         max_nodes=max_nodes,
         max_slots=1,
         device=device,

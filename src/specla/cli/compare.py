@@ -42,7 +42,7 @@ def run_compare(
     text = read_prompt(prompt)
     if params.seed is None:
         params = replace(params, seed=0)
-    alone = replace(engine, drafter="none", budget="auto")
+    alone = replace(engine, drafter="none", drafter_options=None, budget="auto")
     with progress_bars(wanted=bars) as tick:
         engines = {
             PLAIN: load(replace(alone, mode="plain", costs="none"), tick),

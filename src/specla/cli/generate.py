@@ -63,6 +63,7 @@ def generate(
         ),
     ] = None,
     drafter: opt.Drafter = "auto",
+    drafter_option: opt.DrafterOption = None,
     mode: Annotated[
         str,
         typer.Option(
@@ -99,6 +100,7 @@ def generate(
     engine = EngineOptions(
         model=model,
         drafter=drafter,
+        drafter_options=opt.drafter_options(drafter_option),
         device=device,
         dtype=dtype,
         mode=mode,

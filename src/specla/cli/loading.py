@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specla.cli.console import Tick
@@ -41,6 +42,19 @@ def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
         progress=_named(progress, "loading"),
         capture_progress=_named(progress, "capturing graphs"),
     )
+
+
+def check_options(names: Iterable[str], target: Path, options: Mapping[str, object]) -> None:
+    """Before anything is loaded: every drafter has these options.
+
+    Raises:
+        ConfigError: one does not; the message names those that it has.
+    """
+    from specla.drafters import beside, checked_options, with_folder
+
+    for name in names:
+        found = (name == "auto" and beside(target)) or with_folder(name, target)
+        checked_options(found, options)
 
 
 def _named(progress: Tick | None, what: str) -> Callable[[int, int], None] | None:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
+
+from specla.errors import ConfigError
 
 MODEL, ENGINE, SAMPLING, OUTPUT = "Model", "Engine", "Sampling", "Output"
 
@@ -27,6 +30,14 @@ def _debug(context: typer.Context, wanted: bool) -> None:
 Model = Annotated[str, typer.Argument(help="'demo', a directory, or a hub id such as org/name.")]
 Drafter = Annotated[
     str, typer.Option(help="Who guesses: none, ngram, suffix, ...", rich_help_panel=ENGINE)
+]
+DrafterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="An option of the drafter's own, such as top_k=2 or spine=false; repeatable.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.", rich_help_panel=ENGINE)]
 Dtype = Annotated[
@@ -129,3 +140,35 @@ class EngineOptions:
     costs: str = "auto"
     budget: str = "auto"
     drafter_options: Mapping[str, object] | None = None
+
+
+def drafter_options(given: Sequence[str] | None) -> dict[str, object]:
+    """What --drafter-option says, by name. Whether the drafter has them is the drafter's to say.
+
+    Raises:
+        ConfigError: not NAME=VALUE, or a name that is given twice.
+    """
+    found: dict[str, object] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--drafter-option must be NAME=VALUE, got {text!r}")
+        if name in found:
+            raise ConfigError(f"--drafter-option {name} must be given once; leave one out")
+        found[name] = _value(value)
+    return found
+
+
+def labelled(drafter: str, options: Mapping[str, object]) -> str:
+    """A drafter's name, and options that were set, for reports: "eagle top_k=2"."""
+    from specla.drafters.options import described
+
+    return f"{drafter} {described(**options)}".strip()
+
+
+def _value(text: str) -> object:
+    """As JSON has it: a number, true, false or null; what is none of these is text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

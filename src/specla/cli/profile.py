@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,6 +43,7 @@ def profile(
             help="Also time this drafter; rounds then include it.", rich_help_panel=opt.ENGINE
         ),
     ] = None,
+    drafter_option: opt.DrafterOption = None,
     mode: Annotated[
         str,
         typer.Option(help="exact, or fast (GPU): its kernels too.", rich_help_panel=opt.ENGINE),
@@ -77,7 +79,7 @@ def profile(
             mode=mode, max_nodes=max_nodes, max_slots=max_batch, threads=threads,
         )
     )  # fmt: skip
-    guesser = _drafter(drafter, config)
+    guesser = _drafter(drafter, opt.drafter_options(drafter_option), config)
     with progress_bars(wanted=not no_progress) as tick:
         loading = (lambda done, total: tick("loading", done, total)) if tick else None
         target = _load(config, loading)
@@ -118,16 +120,22 @@ def _random(config: ResolvedConfig) -> TargetModel:
     return gdn_1_3b(device=config.device, dtype=config.torch_dtype)
 
 
-def _drafter(name: str | None, config: ResolvedConfig) -> Drafter | None:
+def _drafter(
+    name: str | None, options: Mapping[str, object], config: ResolvedConfig
+) -> Drafter | None:
     from specla import drafters
     from specla.models.resolve import resolve as resolve_model
 
     if name == "none":
         raise ConfigError("--drafter must be one that drafts, got none; leave it out")
+    if name is None and options:
+        raise ConfigError(
+            f"--drafter-option must come with --drafter, got {', '.join(options)} alone; add it"
+        )
     if name in drafters.TRAINED and not config.model.startswith(RANDOM):
         folder = resolve_model(config.model, revision=config.revision)
         name = drafters.with_folder(name, folder)
-    return None if name is None else drafters.build(name)
+    return None if name is None else drafters.build(name, options=options)
 
 
 def _place(

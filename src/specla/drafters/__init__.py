@@ -30,6 +30,7 @@ __all__ = [
     "Observation",
     "beside",
     "build",
+    "checked_options",
     "option_names",
     "resolve_name",
     "with_folder",
@@ -104,16 +105,26 @@ def build(name: str, *, options: Mapping[str, object] | None = None) -> Drafter:
     Raises:
         ConfigError: an unknown name or option, or an option out of range.
     """
+    return cast(Drafter, _load(resolve_name(name))(**checked_options(name, options or {})))
+
+
+def checked_options(name: str, options: Mapping[str, object]) -> dict[str, object]:
+    """The keyword arguments that `build` gives to the class of drafter `name`.
+
+    Raises:
+        ConfigError: no such drafter, an option that it does not have, or not one folder.
+    """
     _, colon, path = name.partition(":")
     name = resolve_name(name)
-    options = {**(options or {}), **({"path": path} if colon else {})}
     known = option_names(name)
     for option in options:
         if option not in known:
             _refuse(f"option of drafter {name!r}", option, known)
-    if name in TRAINED and "path" not in options:
+    if colon and "path" in options:
+        raise ConfigError(f"drafter {name}'s folder must be given once; leave option path out")
+    if name in TRAINED and not colon and "path" not in options:
         raise ConfigError(f"drafter {name} needs a checkpoint's folder; give {name}:FOLDER")
-    return cast(Drafter, _load(name)(**options))
+    return {**options, **({"path": path} if colon else {})}
 
 
 def _load(name: str) -> type:
