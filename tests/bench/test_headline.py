@@ -173,13 +173,41 @@ def test_the_worst_case_is_over_every_suite_and_batch() -> None:
     assert named["e2e_gsm8k_b64"].value == pytest.approx(1.2)
     assert named["e2e_worst_case"].value == pytest.approx(0.9)
     assert named["e2e_worst_case"].notes == (
-        "mixed, batch 64; the least of: gsm8k, batch 1; humaneval, batch 1; mixed, batch 1; "
-        "mixed, batch 64; gsm8k, batch 4; gsm8k, batch 64; no other prompts or sizes were measured"
+        "mixed, batch 64; the least of: gsm8k, batch 1 1.500; humaneval, batch 1 1.500; mixed, "
+        "batch 1 1.500; mixed, batch 64 0.900; gsm8k, batch 4 1.100; gsm8k, batch 64 1.200; no "
+        "other prompts or sizes were measured"
     )
     name = f"headline/gsm8k/{h.BUDGET}, batch of 4/ratio"
     assert named[name].value == pytest.approx(1.1)
     without = {m.name: m for m in page.metrics(h.scores(samples), [mixed], samples, {})}
     assert without["e2e_worst_case"].value is without["e2e_gsm8k_b64"].value is None
+
+
+def test_a_kind_of_the_mixed_suite_may_be_the_worst() -> None:
+    samples = [
+        replace(
+            one, prompt=replace(one.prompt, part="qa" if one.prompt.text[-1] == "3" else "sum")
+        )
+        for one in everything()
+        if one.prompt.kind == h.MIXED
+    ]
+    slow = [
+        replace(one, decode_s=0.25) if one.method == h.BUDGET and one.prompt.part == "qa" else one
+        for one in samples
+    ]
+    rest = [one for one in everything() if one.prompt.kind != h.MIXED]
+    assert h.part_ratios([*rest, *slow], h.BUDGET) == pytest.approx(
+        {"mixed, sum": 1.5, "mixed, qa": 0.96}
+    )
+    found = page.metrics(h.scores([*rest, *slow]), [whole_batch()], [*rest, *slow], {})
+    (worst,) = (m for m in found if m.name == "e2e_worst_case")
+    assert worst.value == pytest.approx(0.96)
+    assert worst.notes.startswith("mixed, qa, batch 1; ")
+
+
+def test_what_the_budget_reckoned_with() -> None:
+    assert h.prices(everything()) == "default"
+    assert h.prices([one for one in everything() if one.method == h.AR]) == "none"
 
 
 def test_batches_of_every_suite_and_size() -> None:

@@ -50,6 +50,7 @@ def test_suites_leave_out_what_the_templates_were_made_from(data: Path) -> None:
     assert questions[0] not in mixed
     assert every["humaneval"][0].text.startswith("Complete this function:\n```python\ndef add0")
     assert {p.kind for p in every["mixed"]} == {"mixed"}
+    assert {p.part for p in every["mixed"]} == set(MIXED_KINDS)
 
 
 def test_suites_are_drawn_with_a_seed_and_mixed_evenly(data: Path) -> None:

@@ -114,6 +114,24 @@ def scores(samples: Sequence[Sample]) -> list[Score]:
     ]
 
 
+def part_ratios(samples: Sequence[Sample], method: str) -> dict[str, float]:
+    """Speed over AR's by "suite, part", of suites that have parts."""
+    found: dict[str, float] = {}
+    for suite, name, (mine, plain) in _by_suite(samples):
+        parts = dict.fromkeys(one.prompt.part for one in mine if one.prompt.part)
+        for part in parts if name == method else ():
+            if pairs := _pairs([one for one in mine if one.prompt.part == part], plain):
+                own, base = (_work(done) for done in zip(*pairs, strict=True))
+                found[f"{suite}, {part}"] = _speed(own) / _speed(base)
+    return found
+
+
+def prices(samples: Sequence[Sample]) -> str:
+    """What the budget reckoned with, as its results say."""
+    done = [one.completion for one in samples if one.method == BUDGET and one.completion]
+    return ", ".join(dict.fromkeys(one.speculation.costs for one in done)) or "none"
+
+
 def unanswered(samples: Sequence[Sample]) -> dict[str, str]:
     """Why a method has no score on a suite, by "method, suite"."""
     return {

@@ -22,6 +22,7 @@ from specla.bench.headline import (
     Batch,
     Ratio,
     Score,
+    part_ratios,
     tau_ratio,
 )
 from specla.bench.kernel_metrics import Metric
@@ -67,7 +68,8 @@ def metrics(
     for name, pair, base in gains:
         ratio = tau_ratio(samples, GSM8K, *pair)
         found.append(_gain(name, ratio, pair, base, named.get((GSM8K, pair[0])), missing))
-    found += [_in_batch(batches, missing), _worst(named, batches, missing)]
+    parts = part_ratios(samples, BUDGET)
+    found += [_in_batch(batches, missing), _worst(named, batches, parts, missing)]
     found += [metric for score in scores for metric in _details(score)]
     return found + [metric for batch in batches for metric in _batch_details(batch)]
 
@@ -160,18 +162,23 @@ def _about_batches(missing: Mapping[str, str]) -> list[str]:
 
 
 def _worst(
-    named: Mapping[tuple[str, str], Score], batches: Sequence[Batch], missing: Mapping[str, str]
+    named: Mapping[tuple[str, str], Score],
+    batches: Sequence[Batch],
+    parts: Mapping[str, float],
+    missing: Mapping[str, str],
 ) -> Metric:
-    """The least ratio with the budget on, of every suite and batch size that was measured; only
-    where all suites were, and GSM8K in a batch."""
+    """The least ratio with the budget on, of every suite, part of one and batch size that was
+    measured; only where all suites were, and GSM8K in a batch."""
     singles = [score for (_, method), score in named.items() if method == BUDGET]
     ratios = {f"{s.suite}, batch 1": s.ratio.value for s in singles}
+    ratios |= {f"{part}, batch 1": ratio for part, ratio in parts.items()}
     ratios |= {f"{b.suite}, batch {b.size}": b.ratio for b in batches}
     if not {*SUITES} <= {s.suite for s in singles} or GSM8K not in {b.suite for b in batches}:
         needs = (BUDGET, *(f"{BUDGET}, {s}" for s in SUITES), *_about_batches(missing))
         return _missing("e2e_worst_case", needs, missing)
     worst = min(ratios, key=ratios.__getitem__)
-    notes = f"{worst}; the least of: {'; '.join(ratios)}; no other prompts or sizes were measured"
+    each = "; ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+    notes = f"{worst}; the least of: {each}; no other prompts or sizes were measured"
     return Metric(name="e2e_worst_case", value=ratios[worst], baseline=PLAIN, notes=notes)
 
 
@@ -335,12 +342,14 @@ def text_record(one: Sample) -> dict[str, object]:
     done = one.completion
     return {
         "suite": one.prompt.kind,
+        "part": one.prompt.part,
         "method": one.method,
         "prompt": one.prompt.text,
         "text": None if done is None else done.text,
         "tokens": 0 if done is None else len(done.token_ids),
         "rounds": 0 if done is None else done.speculation.rounds,
         "loops": None if done is None else has_loop(done.token_ids),
+        "decode_s": round(one.decode_s, 6),
         "finish_reason": None if done is None else done.finish_reason,
         "error": one.error,
     }

@@ -28,10 +28,11 @@ class Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt of a named kind."""
+    """One prompt of a named kind; part: what it is within its kind."""
 
     kind: str
     text: str
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

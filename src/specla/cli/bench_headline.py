@@ -143,7 +143,7 @@ def _record(
     report.append(results, page.csv_rows(found, head))
     target = results.parent / "headline" / "README.md"
     target.parent.mkdir(parents=True, exist_ok=True)
-    facts = head | _facts(done)
+    facts = head | {"the budget's prices": run["prices"]} | _facts(done)
     text = page.page(scores, batches, found, done[MEASURE]["missing"], facts)
     target.write_text(text, encoding="utf-8")
     note(f"appended to {results}; {target}")

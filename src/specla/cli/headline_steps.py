@@ -192,7 +192,12 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
         "batches": [asdict(one) for one in batches],
         "metrics": [asdict(one) for one in figures],
         "missing": missing,
-        "run": {"device": machine(record), "versions": record["versions"]} | _origin(),
+        "run": {
+            "device": machine(record),
+            "versions": record["versions"],
+            "prices": bench.prices(samples),
+        }
+        | _origin(),
     }
 
 

@@ -46,7 +46,7 @@ def _mixed(data: Path, allowed: set[str], count: int | None, seed: int) -> list[
     kinds[GSM8K] = [p for p in kinds[GSM8K] if p.text.strip() in allowed]
     each = None if count is None else -(-count // len(kinds))
     drawn = [sample(prompts, each, seed) for prompts in kinds.values()]
-    mixed = [replace(p, kind=MIXED) for row in _columns(drawn) for p in row]
+    mixed = [replace(p, kind=MIXED, part=p.kind) for row in _columns(drawn) for p in row]
     return mixed[:count]
 
 
