@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_toy import block_config, reader_config, write_block
 from eagle_toy import toy_config, write_drafter
 from engine_harness import load_target, one_thread
 
@@ -17,9 +18,11 @@ from specla.drafters.base import Shape
 from specla.drafters.eagle import EagleDrafter
 from specla.models.base import TargetModel
 from specla.ops.contract import RowArrays
+from specla.state import State
 from specla.state.rounds import DeviceRounds
 
 pytest.importorskip("triton")
+from specla.drafters.block_device import DeviceBlock
 from specla.drafters.eagle_device import DeviceEagle
 from specla.ops.rows import INTERPRET
 
@@ -40,10 +43,26 @@ def folder(tmp_path: Path, target: TargetModel) -> str:
     return str(write_drafter(tmp_path, toy_config(target.info, **sizes)))
 
 
+def state(target: TargetModel) -> State:
+    return State(target.info.recurrent, num_slots=2, max_nodes=2, dtype=target.dtype)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="this target is a CPU's")
+def test_one_that_reads_states_is_given_some(tmp_path: Path, target: TargetModel) -> None:
+    sizes = {"block_size": 3, "windows": (None,), "num_kv_heads": 1}
+    write_block(tmp_path, block_config(target.info, **sizes), reader_config(target.info))
+    block = DeviceBlock(path=str(tmp_path), top_k=1)
+    assert draft.placed(block, target, state(target), rows=2, nodes=2, exact=True) is block
+    rnd = DeviceRounds(2, target.device).round(2, 2)
+    rows = RowArrays(*[torch.full((2,), 50, dtype=torch.int32)] * 6)
+    draft.launching(block, target, rows, rnd, 1)()
+    assert rnd.num_nodes.tolist() == [2, 2]
+
+
 @pytest.mark.skipif(not INTERPRET, reason="this target is a CPU's")
 def test_a_call_on_the_device_encodes_and_drafts(tmp_path: Path, target: TargetModel) -> None:
     eagle = DeviceEagle(path=folder(tmp_path, target), top_k=1, max_depth=1)
-    made = draft.placed(eagle, target, rows=2, nodes=2, exact=True)
+    made = draft.placed(eagle, target, state(target), rows=2, nodes=2, exact=True)
     assert made is eagle
     rnd = DeviceRounds(2, target.device).round(2, 2)
     rows = RowArrays(*[torch.full((2,), 50, dtype=torch.int32)] * 6)

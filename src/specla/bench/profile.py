@@ -96,8 +96,9 @@ class Profile:
         self._slots = [self._state.acquire() for _ in range(self._batches[-1])]
         model.reserve(self._batches[-1] * self._nodes)
         self.drafter = drafter and draft.placed(
-            drafter, model, rows=self._batches[-1], nodes=self._nodes, exact=mode == "exact"
-        )
+            drafter, model, self._state,
+            rows=self._batches[-1], nodes=self._nodes, exact=mode == "exact",
+        )  # fmt: skip
         """In the form that is measured."""
         self._passes = 1 if self._on_gpu else PASSES
         self._cold = True  # nothing has been run yet, a first call does not count

@@ -18,6 +18,7 @@ from specla.drafters.base import (
     Drafter,
     ResidentDrafter,
     Shape,
+    StateDrafter,
     TwofoldDrafter,
     shapes,
 )
@@ -25,14 +26,20 @@ from specla.engine.engine import Engine
 from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.ops.contract import DeviceRound, RowArrays
+from specla.state import State
 
 
-def placed(drafter: Drafter, model: TargetModel, *, rows: int, nodes: int, exact: bool) -> Drafter:
-    """In the form that an engine on this device takes, and bound where it needs the target."""
+def placed(
+    drafter: Drafter, model: TargetModel, state: State, *, rows: int, nodes: int, exact: bool
+) -> Drafter:
+    """In the form that an engine on this device takes, and bound where it needs the target, to
+    whose states it is attached where it reads them."""
     if model.device.type == "cuda" and isinstance(drafter, TwofoldDrafter):
         drafter = drafter.for_gpu(num_slots=rows, max_nodes=nodes)
     if isinstance(drafter, ResidentDrafter):
         drafter.bind(model, num_slots=rows, max_nodes=nodes, exact=exact)
+        if isinstance(drafter, StateDrafter):
+            drafter.attach(state)
     return drafter
 
 
