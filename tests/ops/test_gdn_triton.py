@@ -301,7 +301,7 @@ def one_by_one(rows: Rows) -> Rows:
 def prepared(
     rows: Rows, w: Layer, shape: RecurrentShape, span: kernels.Span | None = None
 ) -> list[Tensor]:
-    """q, v, beta, k, g and conv inputs [M, ...] of every node."""
+    """q, v, beta, k, g, conv inputs and gates [M, ...] of every node."""
     (num_rows, num_nodes), device = rows.parents.shape, rows.y.device
     entries, channels = max(num_nodes, 3), shape.conv_channels
     ints = partial(torch.full, dtype=torch.int32, device=device)
@@ -329,14 +329,16 @@ def prepared(
     )
     workspace = kernels.Workspace.allocate(shape, len(rows.y), rows.y.dtype, device)
     layer = LayerState(empty(()), factors, tail, inputs)
+    gates = empty(workspace.o.shape)
     kernels.prepare(
         layer, rnd, rows.y, w.conv.t().contiguous(), w.A, w.dt_bias, workspace, shape=shape,
-        log_capacity=0, span=span,
+        log_capacity=0, span=span, gate=gates,
     )  # fmt: skip
     assert torch.equal(tail[:, 1], rows.above)
     written = slice(entries, entries + num_nodes)
     records = [factors.k[:, written], factors.g[:, written], inputs[:, 1, :num_nodes]]
-    return [workspace.q, workspace.v, workspace.beta, *(x.flatten(0, 1) for x in records)]
+    records = [x.flatten(0, 1) for x in records]
+    return [workspace.q, workspace.v, workspace.beta, *records, gates]
 
 
 def assert_bits_are_the_nodes_own(
@@ -356,6 +358,15 @@ def test_a_nodes_inputs_are_its_own() -> None:
     shape = SHAPES["two value heads per key head"]
     w = Layer(shape, torch.Generator().manual_seed(0))
     assert_bits_are_the_nodes_own(random_rows(shape, 2, 3), w, shape, (kernels.Span(1, 2),))
+
+
+def test_gates_have_been_through_silu() -> None:
+    shape = SHAPES["two value heads per key head"]
+    rows = random_rows(shape, 2, 3)
+    gates = prepared(rows, Layer(shape, torch.Generator().manual_seed(0)), shape)[-1]
+    columns = slice(shape.conv_channels, -2 * shape.num_value_heads)
+    want = torch.nn.functional.silu(rows.y[:, columns]).view_as(gates)
+    torch.testing.assert_close(gates, want, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.gpu

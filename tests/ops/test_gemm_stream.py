@@ -116,8 +116,9 @@ def test_a_ring_of_one_slot_would_wait_for_ever() -> None:
 @pytest.mark.parametrize(
     ("kind", "mix"), [("plain", False), ("swiglu", False), ("partials", True)]
 )
-def test_compiles_for_hopper(kind: Kind, mix: bool) -> None:
-    """Gluon changes between versions of Triton."""
+def test_compiles_for_hopper(kind: Kind, mix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gluon changes between versions of Triton. A mix of gates that are ready, loads together."""
+    monkeypatch.setattr(stream, "TOGETHER", True)
     ring = Ring(64, 64, 4, bytes=40 * 1024)
     linear = made(on_meta(128, 256), kind, ring, span=128 if mix else 256)
     meta = linear._meta(16, mix, mix)
@@ -125,7 +126,7 @@ def test_compiles_for_hopper(kind: Kind, mix: bool) -> None:
     kernel = stream._stream_kernel
     types = dict.fromkeys(kernel.arg_names, "constexpr")
     types |= {"w_tiles": tiles(64, 64), "x_tiles": tiles(16, 64), "out_ptr": "*fp32"}
-    types |= {"o_ptr": "*fp32", "gate_ptr": "*bf16", "norm_ptr": "*bf16"}
+    types |= {"o_ptr": "*fp32", "gate_ptr": "*fp32", "norm_ptr": "*bf16"}
     types |= {"num_rows": "i32", "gate_stride": "i32", "eps": "fp32"}
     source = GluonASTSource(kernel, types, meta, None)
     options = {"num_warps": warps, "launch_pdl": True, "enable_fp_fusion": True}

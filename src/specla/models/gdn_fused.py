@@ -50,8 +50,8 @@ class Options:
     early: there, kernels of one row let their successor start before they wait.
     ahead: rows of each of gate_up's tiles that the walk of trees asks into L2; of trees of one
     node ahead_plain. room: bytes of in_proj's and down's rings, 0 for `ops.gemm_stream.RING`; with
-    160 KiB as many tiles of a weight are in flight for 16 rows as for one. Not measured yet, hence
-    all 0.
+    160 KiB as many tiles of a weight are in flight for 16 rows as for one. gates: `prepare` makes
+    silu(gate) for o_proj, whose programs would each do it. Not measured yet, hence all off.
     """
 
     stream: bool = True
@@ -60,6 +60,7 @@ class Options:
     ahead: int = 0
     ahead_plain: int = 0
     room: int = 0
+    gates: bool = False
 
 
 class _Buffers:
@@ -81,6 +82,7 @@ class _Buffers:
         self.partials = empty(partials, dtype=torch.float32)
         self.logits = empty(max_rows, vocab, dtype=torch.float32)
         self.workspace = gdn.Workspace.allocate(s, max_rows, dtype, device)
+        self.gates = torch.empty_like(self.workspace.o)
 
 
 class FusedDecoder:
@@ -226,9 +228,12 @@ class FusedDecoder:
         first = index % num_nodes * num_trees
         workspace = workspace._replace(arrivals=workspace.arrivals[first:])
         layer.in_proj(h, y)
+        mixes = bool(num_rows <= self._mix_rows and layer.o_proj.stream)
+        ready = buffers.gates[:num_rows] if mixes and self._gated and self._options.gates else None
         gdn.prepare(
             state.layers[index], rnd, y, layer.conv_taps, w.A, w.dt_bias, workspace, shape=s,
-            log_capacity=state.log_capacity, beta_scale=self._beta_scale, pdl=self._pdl,
+            log_capacity=state.log_capacity, beta_scale=self._beta_scale, gate=ready,
+            pdl=self._pdl,
         )  # fmt: skip
         if form is None:
             gdn.walk(
@@ -242,9 +247,9 @@ class FusedDecoder:
             )  # fmt: skip
         columns = s.conv_channels
         gate = y[:, columns : columns + mixed.shape[1]] if self._gated else None
-        if num_rows <= self._mix_rows and layer.o_proj.stream:
-            mix = workspace.o, gate, w.o_norm, self._eps
-            layer.o_proj.stream(mixed, buffers.partials, mix)
+        if mixes and layer.o_proj.stream:
+            gate = gate if ready is None else ready.flatten(1)
+            layer.o_proj.stream(mixed, buffers.partials, (workspace.o, gate, w.o_norm, self._eps))
             return
         rows.gated_norm(
             workspace.o, gate, w.o_norm, mixed, self._eps,

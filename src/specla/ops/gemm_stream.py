@@ -43,6 +43,8 @@ MAX_MIX_ROWS = 16
 # Bytes of a multiprocessor's 227 KiB that a ring may take: more than half, so that two programs
 # never share one, and not all, so that small kernels' programs still fit beside.
 RING = 150 * 1024
+# Loads of o_proj's mix all wait for memory once (`rows.TOGETHER` for what comes after it).
+TOGETHER = False
 
 
 class Ring(NamedTuple):
@@ -55,7 +57,7 @@ class Ring(NamedTuple):
 
 
 # x as `rows.gated_norm` makes it, for o_proj: o [M, G, V] float32; gate [M, G * V], columns of a
-# wider matrix, or None; weight [V]; eps.
+# wider matrix, float32 where it has been through SiLU, or None; weight [V]; eps.
 Mix = tuple[Tensor, Tensor | None, Tensor, float]
 
 
@@ -130,6 +132,7 @@ class StreamLinear:
             "SWIGLU": self.kind == "swiglu",
             "MIX": mix,
             "GATED": gated,
+            "TOGETHER": TOGETHER,
             "num_warps": r.warps,
             "launch_pdl": True,
         }
@@ -193,7 +196,7 @@ def _mixed(o, gate, weight, eps, dtype: gl.constexpr, GATED: gl.constexpr):
     mean = gl.convert_layout(_squares(o, LEVELS), gl.SliceLayout(1, o.type.layout)) / V
     y = o * gl.rsqrt(mean + eps)[:, None] * weight
     if GATED:
-        y = y * _silu(gate.to(gl.float32))
+        y = y * (gate if gate.dtype == gl.float32 else _silu(gate.to(gl.float32)))
     return y.to(dtype)
 
 
@@ -219,6 +222,7 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     SWIGLU: gl.constexpr,
     MIX: gl.constexpr,
     GATED: gl.constexpr,
+    TOGETHER: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Program (weight tile, span)."""
@@ -253,10 +257,13 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
             if GATED:
                 z = gl.load(gate_ptrs + s * BLOCK_K, mask=here, other=0.0)
                 gate = gate + (z,)  # noqa: RUF005
-        for s in gl.static_range(STAGES):
-            xs.index(s).store(
-                _mixed(o[s], gate[s] if GATED else o[s], weight, eps, x_tiles.dtype, GATED)
-            )
+        # Always so, but the compiler does not know and moves no load past the branch: without it
+        # registers are saved and memory waited for once per head and row of a warp.
+        if not TOGETHER or num_rows > 0:
+            for s in gl.static_range(STAGES):
+                xs.index(s).store(
+                    _mixed(o[s], gate[s] if GATED else o[s], weight, eps, x_tiles.dtype, GATED)
+                )
         fence_async_shared()
         _barrier()
     else:

@@ -111,6 +111,7 @@ def prepare(
     log_capacity: int,
     beta_scale: float = 1.0,
     span: Span | None = None,
+    gate: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Convolution along tree paths, SiLU, norms, gates; a program per head and span of nodes.
@@ -118,7 +119,8 @@ def prepare(
     y [M, C_in]: raw projections, columns q | k | v | ... | a | b (the last 2 G are a and b);
     conv_taps [W, C]: the convolution, oldest tap first; A, dt_bias [G] float32. Writes k, g, the
     raw conv inputs and the new tail to the bank that this round writes; q, v, beta to `workspace`.
-    span: None chooses by the round's size.
+    span: None chooses by the round's size. gate [M, G, V] float32: gets silu of y's columns C to
+    C + G V, which the gated norm multiplies by: its products would each do that again.
     """
     num_rows, num_nodes = rnd.parents.shape
     need = num_rows * num_nodes
@@ -130,7 +132,9 @@ def prepare(
     each = nodes * tiles
     heads = 2 * s.num_key_heads + s.num_value_heads
     # More warps on a multiprocessor: faster at K = 256, slower at 128 (docs/log.md).
-    registers = {"maxnreg": 80} if s.key_dim >= 256 else {}
+    registers = {"maxnreg": 80 if gate is None else 88} if s.key_dim >= 256 else {}
+    assert gate is None or (len(gate) >= need and gate.is_contiguous()), "no room for gates"
+    heads += s.num_value_heads if gate is not None else 0
     _prepare_kernel[(heads, triton.cdiv(num_nodes, each), num_rows)](
         y,
         conv_taps,
@@ -143,6 +147,7 @@ def prepare(
         workspace.q,
         workspace.v,
         workspace.beta,
+        workspace.beta if gate is None else gate,
         rnd.slot,
         rnd.num_nodes,
         rnd.parents,
@@ -162,6 +167,7 @@ def prepare(
         V=s.value_dim,
         W=s.conv_width,
         FORWARD=FORWARD,
+        GATED=gate is not None,
         STRIDE=y.stride(0),
         NODES=nodes,
         BLOCK=max(s.key_dim, s.value_dim),
@@ -224,12 +230,12 @@ def _row_above(inputs_ptr, tail_ptr, path_ptr, entry, C, W: tl.constexpr):
 )
 def _prepare_kernel(  # noqa: C901
     y_ptr, taps_ptr, A_ptr, dt_bias_ptr, tail_ptr, inputs_ptr, k_ptr, g_ptr,
-    q_out, v_out, beta_out,
+    q_out, v_out, beta_out, gate_out,
     slot_ptr, num_nodes_ptr, parents_ptr, bank_ptr, path_len_ptr, path_ptr,
     num_columns, num_path, num_entries, log_capacity, num_each, scale, beta_scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     STRIDE: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-    FORWARD: tl.constexpr, PDL: tl.constexpr,
+    FORWARD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * H * K + G * V
     part, first, b = tl.program_id(0), tl.program_id(1) * num_each, tl.program_id(2)
@@ -250,18 +256,31 @@ def _prepare_kernel(  # noqa: C901
     write = 1 - 2 * bank  # from the read bank to the other
     entries = slot * num_entries + log_capacity + (1 - bank) * num_path
 
-    # Programs 0 .. H-1 are q's heads, the next H are k's, then v's.
-    is_value = part >= 2 * H
-    head = tl.where(is_value, part - 2 * H, part % H)
-    start = tl.where(is_value, 2 * H * K + head * V, part * K)
     row = tl.arange(0, NODES)
     # [nodes, BLOCK / WIDE, WIDE], or with the first two axes swapped: a warp is spread over the
     # last axis, four elements a thread whatever they are, and warps over nodes.
     wide, deep = tl.arange(0, WIDE)[None, None, :], tl.arange(0, BLOCK // WIDE) * WIDE
     column = (deep[None, :, None] if FORWARD else deep[:, None, None]) + wide
     column = tl.max_contiguous(column, [1, 1, 4])
-    used = column < tl.where(is_value, V, K)
     every = _along(row, FORWARD) * 0
+    if GATED and part >= 2 * H + G:
+        if PDL:
+            gdc_wait()
+        head = part - (2 * H + G)
+        for lowest in range(first, tl.minimum(first + num_each, num_nodes), NODES):
+            node = lowest + row
+            mask = (column < V) & _along(node < num_nodes, FORWARD)
+            m = b * num_columns + node
+            z_at = y_ptr + _along(m, FORWARD) * STRIDE + (C + head * V + column)
+            z = _silu(tl.load(z_at, mask=mask, other=0).to(tl.float32))
+            tl.store(gate_out + _along(m * G + head, FORWARD) * V + column, z, mask=mask)
+        return
+
+    # Programs 0 .. H-1 are q's heads, the next H are k's, then v's, then the gate's.
+    is_value = part >= 2 * H
+    head = tl.where(is_value, part - 2 * H, part % H)
+    start = tl.where(is_value, 2 * H * K + head * V, part * K)
+    used = column < tl.where(is_value, V, K)
     A, dt_bias = tl.load(A_ptr + head), tl.load(dt_bias_ptr + head)
 
     taps = ()  # oldest first
