@@ -371,7 +371,7 @@ def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
     assert (form._top_k, form.info.max_depth, form._tau, form._longest) == (3, 4, 2.0, 99)
     assert form.info.priced_as.endswith(" on_device")
     assert form.info.may_return_nothing  # of a row that has grown too long
-    assert form.info.fallback is None
+    assert (form.info.fallback, form.info.longest) == (None, 99)
     assert form.for_gpu(num_slots=4, max_nodes=16) is form
     assert form.depths(16) == (3, 4)
     assert type(BlockDrafter(**options).for_gpu(num_slots=4, max_nodes=16)) is DeviceBlock

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,20 @@ def test_totals_are_sums(runs: dict[str, tuple[EngineStats, Run]], name: str) ->
     assert stats.prefill_tokens == sum(
         len(c.prompt_token_ids) - 1 for c in run.completions.values()
     )
+
+
+@pytest.mark.parametrize("before", [None, "drafted on the host"])
+def test_a_text_too_long_for_its_drafter_says_so(target: TargetModel, before: str | None) -> None:
+    """By what had been committed when its last round began."""
+    some = [request(f"{n}", LOOP, max_tokens=n, ignore_eos=True) for n in (1, 2, 3, 4)]
+    drafter = build("none", {})
+    drafter.info = replace(drafter.info, longest=len(LOOP) + 1, fallback=before)
+    done = drive(make_engine(target, drafter, slots=4, nodes=1), some).completions
+    why = "no drafts after 13 tokens of prompt and output"
+    for name in "123":
+        assert done[name].speculation.fallback == before
+    said = str(done["4"].speculation.fallback)
+    assert said.startswith(f"{before}; {why}" if before else why)
 
 
 def test_plain_decoding_drafts_nothing(runs: dict[str, tuple[EngineStats, Run]]) -> None:

@@ -56,7 +56,8 @@ class DrafterInfo:
     and checkpoint (`options.described`); empty: nothing. fallback: why it drafts otherwise than
     it would elsewhere, for results; None: it does not. level_bytes: of weights that a level of
     drafts reads on the device; 0: next to nothing, or it does not draft there. remembers: it keeps
-    something of rows that have ended.
+    something of rows that have ended. longest: most committed tokens of a row that it drafts for,
+    its option of that name; None: any number.
     """
 
     name: str
@@ -66,6 +67,7 @@ class DrafterInfo:
     fallback: str | None = None
     level_bytes: int = 0
     remembers: bool = False
+    longest: int | None = None
 
     @property
     def priced_as(self) -> str:

@@ -65,7 +65,8 @@ class DeviceBlock(GraphBlock):
             )
         variant = self.info.variant.removesuffix("graphs")
         # For a row that has grown too long.
-        self.info = replace(self.info, variant=f"{variant}on_device", may_return_nothing=True)
+        info = replace(self.info, variant=f"{variant}on_device", may_return_nothing=True)
+        self.info = replace(info, longest=self._longest)
         self._layer: BlockLayer | None = None
 
     def for_gpu(self, *, num_slots: int, max_nodes: int) -> DeviceBlock:

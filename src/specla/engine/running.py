@@ -67,6 +67,8 @@ class Running:
     full_text: str = ""
     _new_text: str = ""
     _num_delivered: int = 0
+    # Tokens that had been committed when the latest round began.
+    _num_committed: int = 0
 
     @classmethod
     def start(cls, request: Request, tokenizer: Decoder | None, eos: Sequence[int]) -> Running:
@@ -153,6 +155,7 @@ class Running:
 
     def take(self, verdict: Verdict, kernel: str) -> dict[str, int]:
         """Record one round that `kernel` verified; returns its counts (of Acceptance.add)."""
+        self._num_committed = len(self.tokens) - 1
         self.tokens += verdict.emitted
         self.logprobs += verdict.logprobs or ()
         counts = {
@@ -238,7 +241,7 @@ class Running:
                 tokens_per_round=a.tokens_per_round,
                 acceptance_by_depth=a.by_depth,
                 acceptance_histogram=tuple(a.histogram),
-                fallback=drafter.fallback,
+                fallback=self._fallback(drafter),
                 kernels=dict(a.kernels),
                 costs=costs,
                 budget=None if self.decisions is None else self.decisions.report(),
@@ -249,3 +252,13 @@ class Running:
                 tokens_per_s=a.emitted / decode if decode else 0.0,
             ),
         )
+
+    def _fallback(self, drafter: DrafterInfo) -> str | None:
+        """Why rounds ran otherwise than asked: the drafter's reason, and this text's."""
+        reasons = [drafter.fallback]
+        if drafter.longest is not None and self._num_committed > drafter.longest:
+            reasons.append(
+                f"no drafts after {drafter.longest} tokens of prompt and output: drafter option "
+                "longest says how many it has room for"
+            )
+        return "; ".join(filter(None, reasons)) or None
