@@ -63,6 +63,15 @@ def test_it_says_what_the_model_says(prompt: list[int], most: int) -> None:
         assert len(model.forwards) > 2 * report.rounds
 
 
+def test_plain_decoding_is_the_loop_without_drafts() -> None:
+    model, prompt = Model(), [5, 6, 7, 8, 9, 10, 11, 5, 6]
+    done = FlaSD(model, build("none"), (END,), str, "cpu")(
+        prompt, SamplingParams(temperature=0, max_tokens=30)
+    )
+    assert list(done.token_ids) == greedy(prompt, 30)
+    assert model.forwards == [len(prompt) - 1] + [1] * len(done.token_ids)
+
+
 def test_what_goes_wrong_in_the_other_package_is_said_to_be_its_own() -> None:
     """And what goes wrong in ours is not taken for that."""
 

@@ -205,6 +205,18 @@ def test_a_kind_of_the_mixed_suite_may_be_the_worst() -> None:
     assert worst.notes.startswith("mixed, qa, batch 1; ")
 
 
+def test_flas_loop_against_flas_own_plain_decoding() -> None:
+    theirs = [
+        sample("FLA", "gsm8k", answer(10, 10, 2.0)),
+        sample("FLA-SD", "gsm8k", answer(9, 4, 1.5)),
+    ]
+    samples = [*everything(), *theirs]
+    found = {m.name: m for m in page.metrics(h.scores(samples), [], samples, {})}
+    one = found["headline/gsm8k/FLA-SD/over_fla"]
+    assert one.value == pytest.approx(6 / 5)
+    assert one.baseline.startswith("fla's model")
+
+
 def test_what_the_budget_reckoned_with() -> None:
     assert h.prices(everything()) == "default"
     assert h.prices([one for one in everything() if one.method == h.AR]) == "none"

@@ -24,7 +24,8 @@ from specla.drafters.base import Drafter, DraftRow
 from specla.errors import KernelUnavailable
 from specla.request import Completion, SamplingParams, SpeculationReport, Timing
 
-NAME = "FLA-SD"
+NAME, PLAIN = "FLA-SD", "FLA"
+"""The loop, and the same without drafts."""
 MAX_DRAFTS = 8
 
 

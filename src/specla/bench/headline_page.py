@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from specla.bench import fla_sd
 from specla.bench.headline import (
     AR,
     BLOCK_MORE,
@@ -71,6 +72,11 @@ def metrics(
     parts = part_ratios(samples, BUDGET)
     found += [_in_batch(batches, missing), _worst(named, batches, parts, missing)]
     found += [metric for score in scores for metric in _details(score)]
+    found += [
+        _over_fla(named[suite, fla_sd.NAME], named[suite, fla_sd.PLAIN])
+        for suite in SUITES
+        if {(suite, fla_sd.NAME), (suite, fla_sd.PLAIN)} <= named.keys()
+    ]
     return found + [metric for batch in batches for metric in _batch_details(batch)]
 
 
@@ -204,6 +210,14 @@ def _details(score: Score) -> Iterable[Metric]:
                          f"without looping answers; {notes}")  # fmt: skip
         yield Metric(name=f"{name}/tau", value=score.tau, unit="tokens/round", notes=notes,
                      baseline="plain AR, 1 token/round")  # fmt: skip
+
+
+def _over_fla(loop: Score, plain: Score) -> Metric:
+    """What speculation brings to fla's own model, which is not graphed."""
+    return Metric(
+        name=f"headline/{loop.suite}/{loop.method}/over_fla", value=loop.speed / plain.speed,
+        baseline="fla's model, plain, eager, same run", notes=counts(loop),
+    )  # fmt: skip
 
 
 def counts(score: Score) -> str:

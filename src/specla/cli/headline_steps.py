@@ -219,8 +219,8 @@ def _foreign(
     until: float,
     missing: dict[str, str],
 ) -> list[Sample]:
-    """fla's own loop on the first prompts, as far as the time allows. Loading and compiling it may
-    take a minute, so without any time left it is not begun."""
+    """fla's own model, plainly and in its loop, on the first prompts, as far as the time allows.
+    Loading and compiling it may take a minute, so without any time left it is not begun."""
     from specla import drafters
     from specla.bench import fla_sd
     from specla.bench.headline import take_turns
@@ -230,17 +230,19 @@ def _foreign(
         missing[fla_sd.NAME] = NO_TIME
         return []
     try:
-        loop = fla_sd.FlaSD(
-            fla_sd.load(plan.checkpoint, plan.device), drafters.build("ngram"),
-            tokenizer.eos_token_ids, tokenizer.decode, plan.device,
-        )  # fmt: skip
+        model = fla_sd.load(plan.checkpoint, plan.device)
 
-        def run(text: str, params: SamplingParams) -> Completion:
-            return loop(tokenizer.apply_chat_template(user_turn(text)), params)
+        def method(name: str, drafter: str) -> Method:
+            loop = fla_sd.FlaSD(
+                model, drafters.build(drafter), tokenizer.eos_token_ids, tokenizer.decode,
+                plan.device,
+            )  # fmt: skip
+            asked = tokenizer.apply_chat_template
+            return Method(name=name, run=lambda text, params: loop(asked(user_turn(text)), params))
 
-        method = Method(name=fla_sd.NAME, run=run)
+        both = [method(fla_sd.PLAIN, "none"), method(fla_sd.NAME, "ngram")]
         until = min(until, time.monotonic() + 60 * FOREIGN_MINUTES)
-        samples = take_turns([method], order, params, until)
+        samples = take_turns(both, order, params, until)
         if not any(one.completion for one in samples):
             raise SpeclaError(samples[0].error)
         return samples
