@@ -37,12 +37,12 @@ def _packed_kernel(
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     acc = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for j in tl.static_range(W):  # oldest tap first
-        back: tl.constexpr = W - 1 - j
+        at = t - (W - 1 - j)
         bit = tl.load(same_ptr + t * W + j, mask=t < length, other=0)
         # No token comes before the first one.
-        seen = tl.where(t >= back, bit, 0)
+        seen = tl.where(at >= 0, bit, 0)
         inside = tl.where(seen != 0, C, 0)[:, None] > c[None, :]
-        x = tl.load(x_ptr + (t - back)[:, None] * stride + c[None, :], mask=inside, other=0.0)
+        x = tl.load(x_ptr + at[:, None] * stride + c[None, :], mask=inside, other=0.0)
         w = tl.load(weight_ptr + c * W + j, mask=c < C, other=0.0).to(tl.float32)
         acc += x.to(tl.float32) * w[None, :]
     inside = tl.where(t < length, C, 0)[:, None] > c[None, :]
