@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forms of a round that differ in speed only: every byte that a round leaves behind is the same,
+with and without a fold, for plain steps and for trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from specla.bench.random_model import RandomGDN, gdn_1_3b
+from specla.bench.rounds import binary_tree, pend
+from specla.models.gdn_fused import Options
+from specla.ops import gemm_stream, rows, walk
+from specla.ops.gdn import triton_stream
+from specla.state import State
+
+pytestmark = pytest.mark.gpu
+
+FORMS: dict[str, tuple[Options, list[tuple[Any, str]]]] = {
+    "outputs summed late": (Options(), [(triton_stream, "LATE")]),
+    "lists that nothing waits for": (Options(), [(walk, "EARLY")]),
+    "gate_up asked into L2": (Options(ahead=72, ahead_plain=32), []),
+    "rings of 160 KiB": (Options(room=160 * 1024), []),
+    "gates from prepare": (Options(gates=True), []),
+    "loads together": (Options(), [(gemm_stream, "TOGETHER"), (rows, "TOGETHER")]),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> RandomGDN:
+    made = gdn_1_3b(layers=2)
+    made.reserve(32)
+    return made
+
+
+def left_behind(model: RandomGDN, num_nodes: int, threshold: int) -> list[Tensor]:
+    """Logits and state after one round over a state of noise."""
+    state = State(
+        model.info.recurrent, num_slots=1, max_nodes=max(num_nodes, 4), log_capacity=16,
+        fold_threshold=threshold, dtype=model.dtype, device=model.device,
+    )  # fmt: skip
+    generator = torch.Generator("cuda").manual_seed(num_nodes)
+    kept = [x for layer in state.layers for x in (layer.S, *layer.factors, *layer[2:])]
+    for x in kept:
+        x.copy_(0.3 * torch.randn(x.shape, generator=generator, device="cuda"))
+    for layer in state.layers:
+        layer.factors.g.abs_().neg_()
+    slot = state.acquire()
+    pend(state.logs[slot], num_nodes)
+    logits = model.verify(state.begin([slot], [binary_tree(num_nodes)]), state)
+    return [x.clone() for x in (logits, *kept)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_has_the_bits_of_the_others(
+    model: RandomGDN, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("these kernels are for compute capability 9.0")
+    sizes = [(nodes, threshold) for nodes in (1, 8, 16, 32) for threshold in (3, 16)]
+    want = [left_behind(model, *size) for size in sizes]
+    options, switches = FORMS[form]
+    for module, name in switches:
+        monkeypatch.setattr(module, name, True)
+    again = gdn_1_3b(layers=2)
+    decoder = again._fused
+    assert decoder is not None
+    decoder._options = options
+    decoder._stream()
+    again.reserve(32)
+    for size, left in zip(sizes, want, strict=True):
+        assert all(map(torch.equal, left_behind(again, *size), left)), size
