@@ -175,11 +175,12 @@ class GraphRounds:
         one row's nodes have the same memory, those over several rows' only to other depths. What
         a drafter misses that rests would have to be kept from here on, or be fed."""
         before, wanted = Shape(self._key[1], self._depth), (self._key[0], shape.nodes)
-        alike = self._key[0] == 1 or shape.nodes == before.nodes
-        rests = isinstance(self._drafter, FeatureDrafter) and not (shape.depth and before.depth)
-        made = wanted in self._buckets and shape.depth in self._buckets[wanted].graphs
-        if shape != before and (rests or not (alike and made)):
-            return False
+        if shape != before:
+            alike = self._key[0] == 1 or shape.nodes == before.nodes
+            made = wanted in self._buckets and shape.depth in self._buckets[wanted].graphs
+            drafts = shape.depth and before.depth
+            if not (alike and made and (drafts or not isinstance(self._drafter, FeatureDrafter))):
+                return False
         self._key, self._depth = wanted, shape.depth
         return True
 
