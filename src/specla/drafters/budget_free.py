@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
 from specla.drafters.base import Shape
@@ -115,11 +115,11 @@ class _Paths:
         self.seen = [keep * x for x in self.seen]
         self.reached = [keep * x for x in self.reached]
 
-    def add(self, depth: int, paths: Sequence[int], weight: float) -> None:
-        """Paths of rounds that drafted to `depth`, each of that weight."""
-        for i in range(depth):
-            self.seen[i] += weight * sum(path >= i for path in paths)
-            self.reached[i] += weight * sum(path > i for path in paths)
+    def add(self, came: Sequence[int], weight: float) -> None:
+        """A round's paths, each of that weight: how many came to depth 0, 1, ... as it drafted."""
+        for i, (before, after) in enumerate(pairwise(came)):
+            self.seen[i] += weight * before
+            self.reached[i] += weight * after
 
     def rates(self, starts: Sequence[float] | float, weight: float) -> list[float]:
         """Odds of each step. starts: those before anything was seen here, which weigh `weight`
@@ -211,8 +211,9 @@ class FreeBudget:
             self._mean_doublings += (1 - keep if self._all.seen[0] else 1.0) * other
             for paths in (self._all, *self._own.values()):
                 paths.fade(keep)
+            came = [sum(path >= depth for path in reached) for depth in range(shape.depth + 1)]
             for paths in (self._all, self._own[shape.nodes]):
-                paths.add(shape.depth, reached, WINDOW * (1 - keep) / rows)
+                paths.add(came, WINDOW * (1 - keep) / rows)
         self.account.book(sum(emitted) / rows - self._steps(rows, shape))
         # Rounds from before the shape was changed do not count.
         self._left -= shape == self.shape
