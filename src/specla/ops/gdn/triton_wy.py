@@ -92,7 +92,7 @@ class ClosedForm(NamedTuple):
         beginning."""
         heads, nodes = num_rows * shape.num_value_heads, _padded(max_nodes)
         key_heads, K = num_rows * shape.num_key_heads, shape.key_dim
-        log = _log_width(log_capacity, max_nodes)
+        log = log_width(log_capacity, max_nodes)
 
         def empty(size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
@@ -143,7 +143,7 @@ def pays(num_rows: int, num_nodes: int) -> bool:
 def compile_masks(rnd: DeviceRound, form: ClosedForm, *, log_capacity: int) -> None:
     """Fill form.ancestors and form.places from the round's trees and logs; once per round."""
     num_rows, num_nodes = rnd.parents.shape
-    log = _log_width(log_capacity, rnd.path.shape[1])
+    log = log_width(log_capacity, rnd.path.shape[1])
     assert form.ancestors.numel() >= num_rows * num_nodes, "form is for fewer rows or nodes"
     assert form.places.numel() >= num_rows * log, "form is for fewer rows or a narrower bank"
     mask_kernel[(num_rows,)](
@@ -180,7 +180,7 @@ def walk_wy(
     num_rows, num_nodes = rnd.parents.shape
     workspace.check(num_rows, num_nodes)
     assert num_nodes <= MAX_NODES, f"the bitsets hold {MAX_NODES} nodes, got {num_nodes}"
-    nodes, log = _padded(num_nodes), _log_width(log_capacity, rnd.path.shape[1])
+    nodes, log = _padded(num_nodes), log_width(log_capacity, rnd.path.shape[1])
     fold = min(log, _fold_width(threshold))
     heads, key_heads = num_rows * shape.num_value_heads, num_rows * shape.num_key_heads
     assert form.solution.numel() >= heads * 4 * nodes * nodes, "form is for fewer rows or nodes"
@@ -235,7 +235,8 @@ def _padded(num_nodes: int) -> int:
     return max(BLOCK, triton.next_power_of_2(num_nodes))
 
 
-def _log_width(log_capacity: int, max_path: int) -> int:
+def log_width(log_capacity: int, max_path: int) -> int:
+    """Entries of a row's log, padded; max_path: nodes of a bank."""
     return max(BLOCK, triton.next_power_of_2(log_capacity + max_path))
 
 

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The closed form in one kernel, without a device: its source on numpy against the reference, and
+what it compiles to. On a GPU (marked gpu): against the reference and the three kernels."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gluon_on_numpy import rounded, run
+from torch import Tensor
+
+from specla.bench.kernel_cases import Case, chain_case, tree_case
+from specla.bench.kernel_problem import Problem
+from specla.ops import conv
+from specla.ops.contract import LayerState, RecurrentShape
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
+from triton.experimental.gluon import language as gl  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from specla.ops.gdn import triton_wy_fused as fused  # noqa: E402
+from specla.ops.gdn import triton_wy_heads, triton_wy_operands  # noqa: E402
+from specla.ops.gdn.triton_wy import ClosedForm, compile_masks, log_width  # noqa: E402
+from specla.ops.gdn.triton_wy_operands import COLUMNS, ROWS  # noqa: E402
+
+FILES = [Path(m.__file__) for m in (triton_wy_operands, triton_wy_heads, fused)]
+SHARED = 228 * 1024 // 2 - 1024  # bytes that each of two programs may have
+NAN = float("nan")
+LIMIT = 2e-4 if torch.cuda.is_available() else 2e-5
+
+
+def shape(H: int = 1, G: int = 2, K: int = 128, V: int = 128) -> RecurrentShape:
+    return RecurrentShape(
+        num_layers=1, num_key_heads=H, num_value_heads=G, key_dim=K, value_dim=V, conv_width=4
+    )
+
+
+FOLDED = tree_case(shape(), 3, 16)
+WAITING = replace(chain_case(shape(2, 4), 2, 8), log_capacity=8, threshold=8)
+
+
+def ask_nothing(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+ASSEMBLY = {
+    "_sigmoid": lambda x: (1 / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32),
+    "_rounded": rounded,
+    "_ask_line": ask_nothing,
+    "_ask_stretch": ask_nothing,
+}
+
+
+def on_numpy(p: Problem, layer: LayerState, programs: int) -> Tensor:
+    """o [B, N, G, V]; the layer is changed in place."""
+    case, s, rnd = p.case, p.shape, p.round
+    rows, nodes = rnd.parents.shape
+    form = ClosedForm.allocate(s, rows, case.max_nodes, case.log_capacity, "cpu")
+    compile_masks(rnd, form, log_capacity=case.log_capacity)
+    o = torch.full((rows * nodes, s.num_value_heads, s.value_dim), NAN)
+    w, log = p.weights, log_width(case.log_capacity, case.max_nodes)
+    run(
+        FILES, "_fused_kernel", programs, layer.S.view(-1, s.key_dim),
+        [
+            layer.S, p.y, w.taps, w.A, w.dt_bias, layer.tail, layer.inputs, *layer.factors, o,
+            form.ancestors, form.places, form.decay.fill_(NAN), rnd.slot, rnd.num_nodes,
+            rnd.parents, rnd.bank, rnd.ring_len, rnd.path_len, rnd.path,
+        ],
+        [
+            rows * s.num_key_heads, nodes, case.max_nodes, layer.factors.k.shape[1],
+            case.log_capacity, case.threshold, 1.0,
+        ],
+        {
+            "H": s.num_key_heads, "G": s.num_value_heads, "K": s.key_dim, "V": s.value_dim,
+            "W": s.conv_width, "STRIDE": p.y.stride(0), "LOG": log, "AHEAD": 2, "PDL": True,
+        },
+        ASSEMBLY,
+    )  # fmt: skip
+    return o.unflatten(0, (rows, nodes))
+
+
+def error(got: Tensor, truth: Tensor) -> float:
+    """Relative, of the norm."""
+    return ((got.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "programs"),
+    [(FOLDED, (16, 0, 5), 2), (WAITING, (8, 1), 1)],
+    ids=["folded, of all sizes", "log that waits, two key heads"],
+)
+def test_against_the_reference(case: Case, sizes: tuple[int, ...], programs: int) -> None:
+    p = Problem(case, num_layers=1, device=torch.device("cpu"))
+    p.round.num_nodes.copy_(torch.tensor(sizes))
+    layer = p.fresh_layer()
+    check(p, sizes, layer, on_numpy(p, layer, programs))
+
+
+def check(p: Problem, sizes: Sequence[int], layer: LayerState, o: Tensor) -> None:
+    """Of a smaller tree every node is as in the larger one. What no row writes keeps its bits."""
+    case, expected, before = p.case, p.fresh_layer(), p.fresh_layer()
+    conv.verify(expected, p.plan(), p.y[:, : p.shape.conv_channels], p.weights.conv)
+    first = case.log_capacity + case.max_nodes
+    for b, n in enumerate(sizes):
+        slot = int(p.round.slot[b])
+        assert o[b, n:].isnan().all()
+        if n:
+            check_row(p, b, n, layer, o)
+            assert torch.equal(layer.inputs[slot, 1, :n], expected.inputs[slot, 1, :n])
+            assert torch.equal(layer.tail[slot, 1], expected.tail[slot, 1])
+        if not n or not case.fold_due:
+            assert torch.equal(layer.S[slot], before.S[slot])
+        for now, then in zip(layer.factors, before.factors, strict=True):
+            assert torch.equal(
+                now[slot, case.log_capacity : first], then[slot, case.log_capacity : first]
+            )
+            if n and not case.fold_due:
+                moved = then[slot, [case.log_capacity + i for i in case.path]]
+                assert torch.equal(now[slot, case.ring_len : case.log_len], moved)
+    assert all(
+        torch.equal(now[0], then[0])
+        for now, then in zip(layer.factors, before.factors, strict=True)
+    )
+
+
+def check_row(p: Problem, b: int, n: int, layer: LayerState, o: Tensor) -> None:
+    case, truth, slot = p.case, p.truth, int(p.round.slot[b])
+    rows = slice(b * case.num_nodes, b * case.num_nodes + n)
+    first = case.log_capacity + case.max_nodes
+    k, u, g = (f[slot, first : first + n] for f in layer.factors)
+    assert error(o[b, :n], truth.o[rows]) < LIMIT
+    assert error(u, truth.u[rows]) < LIMIT
+    assert error(k, truth.x.k[rows]) < LIMIT
+    assert error(g, truth.x.g[rows]) < 1e-6
+    if case.fold_due:
+        assert error(layer.S[slot], truth.live[b]) < LIMIT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("folds", [True, False])
+def test_on_a_device(folds: bool) -> None:
+    """Against the reference; bits over numbers of programs and over what is asked into L2. An
+    element of q, k or v that is rounded the other way counts here: a wider limit."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for compute capability 9.0")
+    s = shape(16, 32)
+    case = tree_case(s, 24, 16) if folds else replace(WAITING, shape=s, num_rows=24)
+    p = Problem(case, num_layers=1, device=torch.device("cuda"))
+    sizes = [(7 * b + case.num_nodes) % (case.num_nodes + 1) for b in range(24)]
+    p.round.num_nodes.copy_(torch.tensor(sizes))
+    form = ClosedForm.allocate(s, 24, case.max_nodes, case.log_capacity, p.device)
+    compile_masks(p.round, form, log_capacity=case.log_capacity)
+    w, log = p.weights, log_width(case.log_capacity, case.max_nodes)
+    runs = []
+    for tile in (fused.FusedTile(), fused.FusedTile(1, 0)):
+        layer = p.fresh_layer()
+        o = torch.full((p.num_nodes, s.num_value_heads, s.value_dim), NAN, device=p.device)
+        fused.launch(
+            layer, p.round, p.y, w.taps, w.A, w.dt_bias, o, form, shape=s, log=log,
+            log_capacity=case.log_capacity, threshold=case.threshold, tile=tile, pdl=True,
+        )  # fmt: skip
+        check(p, sizes, layer, o.unflatten(0, (24, -1)))
+        runs.append((o.nan_to_num(7), layer.S, *layer.factors))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def compiled() -> Any:
+    kernel, s = fused._fused_kernel, shape(16, 32)
+    meta = {"H": 16, "G": 32, "K": 128, "V": 128, "W": 4, "STRIDE": s.conv_channels + 64}
+    meta |= {"LOG": 32, "AHEAD": 2, "PDL": True}
+    names = kernel.arg_names
+    types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in names}
+    types |= dict.fromkeys(meta, "constexpr") | {"beta_scale": "fp32", "ancestors_ptr": "*i64"}
+    integers = "places slot num_nodes parents bank ring_len path_len path"
+    types |= {f"{name}_ptr": "*i32" for name in integers.split()}
+    types |= {f"{name}_ptr": "*bf16" for name in ("y", "taps", "tail", "inputs")}
+    layout = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float32)
+    types["S_blocks"] = f"tensordesc<fp32[{ROWS}, {COLUMNS}],{layout!r}>"
+    places = {n: i for i, n in enumerate(names)}
+    aligned = {(places[n],): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}
+    source = GluonASTSource(kernel, types, {(places[n],): v for n, v in meta.items()}, aligned)
+    options = {"num_warps": fused.WARPS, "launch_pdl": True, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.slow
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    """S is asked for before the wait; two programs fit a multiprocessor; few spills."""
+    kernel = compiled()
+    ptx = kernel.asm["ptx"]
+    assert ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
+    assert kernel.metadata.shared <= SHARED
+    source = tmp_path / "kernel.ptx"
+    source.write_text(ptx)
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source)]
+    told = subprocess.run(
+        [*command, "-o", str(tmp_path / "out")], capture_output=True, text=True, check=True
+    )
+    lines = (told.stdout + told.stderr).splitlines()
+    spilt = next(line for line in lines if "spill stores" in line)
+    assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= 320, spilt
+
+
+def test_where_it_is_used() -> None:
+    s = shape(16, 32)
+    assert fused.fits(s, 16, 16, 0)
+    assert fused.fits(s, 8, 8, 8)
+    assert not fused.fits(s, 17, 16, 0)
+    assert not fused.fits(s, 16, 16, 1)
+    for other in (shape(8, 8), shape(16, 32, 256, 256), shape(16, 32, 128, 64)):
+        assert not fused.fits(other, 16, 16, 0)
+    p = Problem(FOLDED, num_layers=1, device=torch.device("cpu"))
+    assert not fused.pays(s, p.round, p.y, 0)
