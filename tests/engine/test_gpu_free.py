@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds without the host on a GPU, for every drafter that has them: tokens and folded state are
+the bytes of each row's own plain decoding, alone (rule I4), and no round waits. GDN-1.3B's shape
+with random weights; in four layers for trained drafters, whose untrained drafts are mostly wrong;
+and the demo model with its own drafter, whose drafts are not.
+
+    pytest -m gpu tests/engine/test_gpu_free.py
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from block_toy import block_config, reader_config, write_block
+from eagle_toy import toy_config, write_drafter
+from gpu_rows import DEMO, GDN, TOKENS, Rows
+
+from specla.bench.random_model import gdn_1_3b
+from specla.drafters.base import Drafter
+from specla.drafters.block import BlockDrafter
+from specla.drafters.eagle import EagleDrafter
+from specla.drafters.ngram import NgramDrafter
+from specla.drafters.none import NoDrafter
+from specla.models.resolve import resolve
+
+pytestmark = pytest.mark.gpu
+TARGETS = {"gdn-1.3b": GDN, "four layers": Rows(lambda: gdn_1_3b(layers=4)), "demo": DEMO}
+# Half as wide as the target.
+EAGLE = {
+    **{"hidden_size": 1024, "intermediate_size": 2816, "num_heads": 4, "num_v_heads": 4},
+    **{"head_dim": 256, "head_v_dim": 256, "draft_vocab_size": 8192},
+}
+BLOCK = {"head_dim": 64, "intermediate_size": 512, "target_layer_ids": (0, 2)}
+NODES, BY_TURNS = 16, (16, 1, 4, 2, 8)
+# Targets, drafters, and numbers of nodes that their rounds have by turns.
+CASES: list[tuple[str, str, tuple[int, ...]]] = [
+    *(("gdn-1.3b", name, ()) for name in ("none", "ngram")),
+    ("gdn-1.3b", "ngram", BY_TURNS),
+    *(("four layers", name, ()) for name in ("eagle", "block", "block+reader")),
+    ("four layers", "eagle", BY_TURNS),
+    *(("demo", name, ()) for name in ("none", "ngram", "eagle")),
+    ("demo", "eagle", BY_TURNS),
+]
+New = Callable[[str, str], Drafter]
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> New:
+    """A drafter of that name for that target."""
+    folder = tmp_path_factory.mktemp("drafters")
+    return lambda target, name: made(folder, target, name)
+
+
+def made(folder: Path, target: str, name: str) -> Drafter:
+    info, place = TARGETS[target].model.info, folder / name
+    if name in ("none", "ngram"):
+        return NoDrafter() if name == "none" else NgramDrafter()
+    if target == "demo":
+        return EagleDrafter(path=str(resolve("demo") / "eagle"), on_device=True)
+    if name == "eagle":
+        if not place.exists():
+            write_drafter(place, toy_config(info, **EAGLE))
+        return EagleDrafter(path=str(place), tau=50.0, on_device=True)
+    if not place.exists():
+        reader = reader_config(info, state_layers=(1, 3), rank=8) if "reader" in name else None
+        write_block(place, block_config(info, **BLOCK), reader)
+    return BlockDrafter(path=str(place), tau=50.0, on_device=True)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(
+    ("target", "name", "turns"),
+    CASES,
+    ids=lambda x: x if isinstance(x, str) else "by turns" if x else "one shape",
+)
+def test_they_give_the_bytes_of_plain_decoding(
+    target: str, name: str, turns: tuple[int, ...], batch: int, new: New
+) -> None:
+    """Rows join three at a time, and leave one by one."""
+    rows, bench = range(batch), TARGETS[target]
+    drafter, nodes = new(target, name), 1 if name == "none" else NODES
+    got = bench.decode(rows, drafter, max_nodes=nodes, at_once=3, turns=turns)
+    bench.check(rows, got)
+    if name == "none":
+        assert {one.rounds for one in got} == {TOKENS}
+    if target == "demo" and name == "eagle":
+        assert all(one.accepted > TOKENS // 8 for one in got)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever waits for the device raises, but for events, which torch does not count: those by
+    which the host reads the round before the one under way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        *(("gdn-1.3b", name) for name in ("none", "ngram")),
+        *(("four layers", name) for name in ("eagle", "block", "block+reader")),
+    ],
+)
+def test_nothing_waits(target: str, name: str, new: New) -> None:
+    """Rounds as the engine takes them, and their graph by itself."""
+    bench, nodes = TARGETS[target], 1 if name == "none" else NODES
+    engine, _ = bench.engine(new(target, name), slots=4, max_nodes=nodes)
+    for row in range(4):
+        engine.add(bench.request(str(row), row, TOKENS))
+    for _ in range(4):
+        engine.step()
+    replay = engine.last_graph()
+    with no_waiting():
+        emitted = sum(len(delta.token_ids) for _ in range(8) for delta in engine.step())
+        for _ in range(8):
+            replay()
+    assert emitted >= 4 * 8
+    torch.cuda.synchronize()
+
+
+def test_what_waits_is_noticed() -> None:
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.zeros(1, device="cuda").item()
