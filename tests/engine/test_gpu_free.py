@@ -12,30 +12,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-from block_toy import block_config, reader_config, write_block
-from eagle_toy import toy_config, write_drafter
+from gpu_drafters import made
 from gpu_rows import DEMO, GDN, TOKENS, Rows
 
 from specla.bench.random_model import gdn_1_3b
 from specla.drafters.base import Drafter
-from specla.drafters.block import BlockDrafter
 from specla.drafters.eagle import EagleDrafter
-from specla.drafters.ngram import NgramDrafter
-from specla.drafters.none import NoDrafter
 from specla.models.resolve import resolve
 
 pytestmark = pytest.mark.gpu
 TARGETS = {"gdn-1.3b": GDN, "four layers": Rows(lambda: gdn_1_3b(layers=4)), "demo": DEMO}
-# Half as wide as the target.
-EAGLE = {
-    **{"hidden_size": 1024, "intermediate_size": 2816, "num_heads": 4, "num_v_heads": 4},
-    **{"head_dim": 256, "head_v_dim": 256, "draft_vocab_size": 8192},
-}
-BLOCK = {"head_dim": 64, "intermediate_size": 512, "target_layer_ids": (0, 2)}
 NODES, BY_TURNS = 16, (16, 1, 4, 2, 8)
 # Targets, drafters, and numbers of nodes that their rounds have by turns.
 CASES: list[tuple[str, str, tuple[int, ...]]] = [
@@ -53,23 +42,13 @@ New = Callable[[str, str], Drafter]
 def new(tmp_path_factory: pytest.TempPathFactory) -> New:
     """A drafter of that name for that target."""
     folder = tmp_path_factory.mktemp("drafters")
-    return lambda target, name: made(folder, target, name)
 
+    def make(target: str, name: str) -> Drafter:
+        if target == "demo" and name == "eagle":
+            return EagleDrafter(path=str(resolve("demo") / "eagle"), on_device=True)
+        return made(name, TARGETS[target].model.info, folder / target)
 
-def made(folder: Path, target: str, name: str) -> Drafter:
-    info, place = TARGETS[target].model.info, folder / name
-    if name in ("none", "ngram"):
-        return NoDrafter() if name == "none" else NgramDrafter()
-    if target == "demo":
-        return EagleDrafter(path=str(resolve("demo") / "eagle"), on_device=True)
-    if name == "eagle":
-        if not place.exists():
-            write_drafter(place, toy_config(info, **EAGLE))
-        return EagleDrafter(path=str(place), tau=50.0, on_device=True)
-    if not place.exists():
-        reader = reader_config(info, state_layers=(1, 3), rank=8) if "reader" in name else None
-        write_block(place, block_config(info, **BLOCK), reader)
-    return BlockDrafter(path=str(place), tau=50.0, on_device=True)
+    return make
 
 
 @pytest.mark.parametrize("batch", [1, 8])
