@@ -82,6 +82,40 @@ def test_controlled_acceptance_brings_what_it_should(measure: Any, tmp_path: Pat
     assert [json.loads(line) for line in lines] == found
 
 
+def test_controlled_acceptance_of_random_weights(
+    toy: Path, suite: Path, capsys: CAPTURE, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No checkpoint, no tokenizer: prompts are their bytes."""
+
+    def made(**options: object) -> object:
+        assert options == {"device": "cpu", "dtype": torch.float32}
+        return models.load(str(toy), device="cpu", dtype=torch.float32)
+
+    monkeypatch.setattr("specla.bench.random_model.gdn_1_3b", made)
+    sizes = ["--suite", str(suite), "--prompts", "2", "--max-tokens", "12", "--device", "cpu"]
+    flags = ["--vary", "p=1", "--vary", "length=2", "--report", str(tmp_path), "--json"]
+    assert main(["bench", "study", "controlled", "random:gdn-1.3b", *sizes, *flags]) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert found["figures"]["same"] == found["figures"]["prompts"] == 2
+    assert found["figures"]["tau"] == 3
+    run = found["run"]
+    assert (run["model"], run["prompts"]) == ("random:gdn-1.3b", "2, bytes")
+    assert "random:gdn-1.3b" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("tree random:gdn-1.3b", "study tree is about drafters, which know a checkpoint"),
+        ("controlled random:gdn-7b", "random weights must be of shape gdn-1.3b, got 'gdn-7b'"),
+        ("controlled random:gdn-1.3b --revision v1", "--revision is of a hub id, got v1"),
+    ],
+)
+def test_random_weights_that_there_are_not(capsys: CAPTURE, command: str, says: str) -> None:
+    assert main(["bench", "study", *command.split(), "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_one_factor_of_a_tree_at_a_time(measure: Any, info: ModelInfo, tmp_path: Path) -> None:
     folder = write_drafter(tmp_path / "d", toy_config(info))
     values = ["top_k=1,2", "max_depth=1,2", "nodes=2,4", "threshold=0,50"]

@@ -34,7 +34,12 @@ RESULTS = Path("results/results.csv")
 
 def study(
     name: Annotated[str, typer.Argument(help=f"{', '.join(REGISTRY)}.")],
-    model: opt.Model = "demo",
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="'demo', a directory, a hub id; controlled: also random:gdn-1.3b, random weights."
+        ),
+    ] = "demo",
     drafter: Annotated[
         list[str] | None,
         typer.Option(

@@ -13,9 +13,13 @@ from specla.errors import ConfigError, GenerationFailed
 from specla.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
+    from specla.config import ResolvedConfig
     from specla.llm import LLM
+    from specla.models.base import TargetModel
 
 Message = dict[str, str]
+RANDOM = "random:"
+"""What a model of random weights is called by, with its shape."""
 
 
 def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
@@ -42,6 +46,42 @@ def load(options: EngineOptions, progress: Tick | None = None) -> LLM:
         progress=_named(progress, "loading"),
         capture_progress=_named(progress, "capturing graphs"),
     )
+
+
+def load_target(config: ResolvedConfig, progress: Tick | None = None) -> TargetModel:
+    """The model alone, as an engine would have it: in exact mode with products that are
+    row-invariant. "random:gdn-1.3b" is random weights of that shape.
+
+    Raises:
+        ConfigError: a shape that there is not, or a revision of random weights.
+        SpeclaError: the model cannot be loaded.
+    """
+    import torch
+
+    from specla import models
+    from specla.config import with_threads
+
+    if config.model.startswith(RANDOM):
+        return _random(config)
+    target = models.load(
+        config.model, revision=config.revision, device=config.device, dtype=config.torch_dtype,
+        progress=_named(progress, "loading"),
+    )  # fmt: skip
+    torch.set_num_threads(with_threads(config, target.info.weight_bytes).threads)
+    if config.mode == "exact":
+        target.check_rows(min(config.max_slots * config.max_nodes, 64))
+    return target
+
+
+def _random(config: ResolvedConfig) -> TargetModel:
+    from specla.bench.random_model import gdn_1_3b
+
+    shape = config.model.removeprefix(RANDOM)
+    if shape != "gdn-1.3b":
+        raise ConfigError(f"random weights must be of shape gdn-1.3b, got {shape!r}")
+    if config.revision is not None:
+        raise ConfigError(f"--revision is of a hub id, got {config.revision} for random weights")
+    return gdn_1_3b(device=config.device, dtype=config.torch_dtype)
 
 
 def check_options(names: Iterable[str], target: Path, options: Mapping[str, object]) -> None:

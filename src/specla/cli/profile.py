@@ -13,6 +13,7 @@ from rich.console import Console
 
 from specla.cli import options as opt
 from specla.cli.console import note, progress_bars
+from specla.cli.loading import RANDOM, load_target
 from specla.cli.records import dumps
 from specla.cli.single import print_line
 from specla.errors import ConfigError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from specla.models.base import TargetModel
 
 MODES = ("exact", "fast")
-RANDOM = "random:"
 # Console width where stdout is no terminal: the table must not be cut in a log.
 LOG_WIDTH = 110
 
@@ -34,7 +34,7 @@ def profile(
     model: Annotated[
         str,
         typer.Argument(
-            help="'demo', a directory, a hub id, or random:gdn-1.3b: that shape, random weights."
+            help=f"'demo', a directory, a hub id, or {RANDOM}gdn-1.3b: that shape, random weights."
         ),
     ] = "demo",
     drafter: Annotated[
@@ -81,8 +81,7 @@ def profile(
     )  # fmt: skip
     guesser = _drafter(drafter, opt.drafter_options(drafter_option), config)
     with progress_bars(wanted=not no_progress) as tick:
-        loading = (lambda done, total: tick("loading", done, total)) if tick else None
-        target = _load(config, loading)
+        target = load_target(config, tick)
         path, older = _place(output, target, config.log_capacity)
         measuring = (lambda done, total: tick("measuring", done, total)) if tick else None
         measured = _measure(config, target, guesser, measuring)
@@ -90,34 +89,6 @@ def profile(
     table.save(path)
     _print(table, config, measured.drafter, path, json=json)
     return 0
-
-
-def _load(config: ResolvedConfig, progress: object) -> TargetModel:
-    """The model as an engine would have it: in exact mode with products that are row-invariant."""
-    import torch
-
-    from specla import models
-    from specla.config import with_threads
-
-    if config.model.startswith(RANDOM):
-        return _random(config)
-    target = models.load(
-        config.model, revision=config.revision, device=config.device, dtype=config.torch_dtype,
-        progress=progress,  # type: ignore[arg-type]
-    )  # fmt: skip
-    torch.set_num_threads(with_threads(config, target.info.weight_bytes).threads)
-    if config.mode == "exact":
-        target.check_rows(min(config.max_slots * config.max_nodes, 64))
-    return target
-
-
-def _random(config: ResolvedConfig) -> TargetModel:
-    from specla.bench.random_model import gdn_1_3b
-
-    shape = config.model.removeprefix(RANDOM)
-    if shape != "gdn-1.3b":
-        raise ConfigError(f"random weights must be of shape gdn-1.3b, got {shape!r}")
-    return gdn_1_3b(device=config.device, dtype=config.torch_dtype)
 
 
 def _drafter(

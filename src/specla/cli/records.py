@@ -8,14 +8,15 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specla import __version__
 from specla.errors import RequestRejected, SpeclaError
 from specla.request import Completion, SamplingParams
 
 if TYPE_CHECKING:
-    from specla.llm import LLM
+    from specla.config import ResolvedConfig
+    from specla.models.base import TargetModel
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -61,7 +62,21 @@ def completion_record(completion: Completion, form: str) -> dict[str, Any]:
     return record
 
 
-def run_record(llm: LLM, model: str) -> dict[str, Any]:
+class Loaded(Protocol):
+    """A model and how it runs; an `LLM` is one."""
+
+    @property
+    def model(self) -> TargetModel:
+        """The weights."""
+        ...
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The settings."""
+        ...
+
+
+def run_record(loaded: Loaded, model: str) -> dict[str, Any]:
     """The part of a result that is about the run. `engine` has every setting as it ran, and in
     `reasons` why the ones that were left open came out as they did."""
     # Imports torch, which is loaded by now.
@@ -69,12 +84,12 @@ def run_record(llm: LLM, model: str) -> dict[str, Any]:
 
     return {
         "model": model,
-        "architecture": llm.model.info.architecture,
-        "device": str(llm.model.device),
-        "device_name": device_name(llm.model.device),
-        "dtype": str(llm.model.dtype).removeprefix("torch."),
-        "fingerprint": llm.model.info.fingerprint,
-        "engine": llm.config.summary(),
+        "architecture": loaded.model.info.architecture,
+        "device": str(loaded.model.device),
+        "device_name": device_name(loaded.model.device),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "fingerprint": loaded.model.info.fingerprint,
+        "engine": loaded.config.summary(),
         "versions": versions(),
     }
 

@@ -115,6 +115,7 @@ def lengthened(lab: Lab, number: int, length: int) -> str:
     while len(lab.plain.encode(text)) < length:
         before = (before - 1) % len(texts)
         text = f"{texts[before]}\n\n{text}"
+    assert lab.tokenizer is not None, "drafters are trained for a checkpoint"
     ids = lab.tokenizer.encode(text, add_special_tokens=False)
     # What the chat format adds stays.
     room = length - (len(lab.plain.encode(text)) - len(ids))

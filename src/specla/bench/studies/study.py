@@ -179,6 +179,7 @@ class Lab:
         load: the target in a setting, weights and all; raises SpeclaError where that cannot be.
         own: the plain target's engine with a drafter made here, at most so many nodes and one
             slot.
+        tokenizer: None with random weights, which only a study without drafters can have.
         prompts: of all suites, in turn; a prompt's kind is its suite.
         drafters: as they were given, checked for number.
         values: by factor. centre: of every factor, where the others are varied; empty if not.
@@ -191,7 +192,7 @@ class Lab:
     plain: Subject
     load: Callable[[Setting], Subject]
     own: Callable[[Drafter, int], Subject]
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     prompts: Sequence[Prompt]
     params: SamplingParams
     drafters: Sequence[str]
