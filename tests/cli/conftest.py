@@ -41,7 +41,10 @@ class StubLLM:
         self.tokenizer = types.SimpleNamespace(has_chat_template=template)
         info = types.SimpleNamespace(architecture="StubForCausalLM", fingerprint="00")
         self.model = types.SimpleNamespace(
-            info=info, device=torch.device("cpu"), dtype="torch.float32", check_rows=self.check_rows
+            info=info,
+            device=torch.device("cpu"),
+            dtype="torch.float32",
+            check_rows=self.check_rows,
         )
         name = "suffix" if options["drafter"] == "auto" else options["drafter"]
         self.config = types.SimpleNamespace(
