@@ -230,20 +230,21 @@ class FusedDecoder:
         layer.in_proj(h, y)
         mixes = bool(num_rows <= self._mix_rows and layer.o_proj.stream)
         ready = buffers.gates[:num_rows] if mixes and self._gated and self._options.gates else None
-        gdn.prepare(
-            state.layers[index], rnd, y, layer.conv_taps, w.A, w.dt_bias, workspace, shape=s,
-            log_capacity=state.log_capacity, beta_scale=self._beta_scale, gate=ready,
-            pdl=self._pdl,
-        )  # fmt: skip
+        inputs = y, layer.conv_taps, w.A, w.dt_bias, workspace
         if form is None:
+            gdn.prepare(
+                state.layers[index], rnd, *inputs, shape=s, log_capacity=state.log_capacity,
+                beta_scale=self._beta_scale, gate=ready, pdl=self._pdl,
+            )  # fmt: skip
             gdn.walk(
                 state.layers[index], rnd, workspace, shape=s, log_capacity=state.log_capacity,
                 threshold=state.fold_threshold, pdl=self._pdl, ahead=self._ahead(layer, rnd),
             )  # fmt: skip
         else:
-            wy.walk_wy(
-                state.layers[index], rnd, workspace, form, shape=s,
-                log_capacity=state.log_capacity, threshold=state.fold_threshold, pdl=self._pdl,
+            wy.prepare_and_walk(
+                state.layers[index], rnd, *inputs, form, shape=s,
+                log_capacity=state.log_capacity, threshold=state.fold_threshold,
+                beta_scale=self._beta_scale, gate=ready, pdl=self._pdl,
             )  # fmt: skip
         columns = s.conv_channels
         gate = y[:, columns : columns + mixed.shape[1]] if self._gated else None

@@ -44,8 +44,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
+from specla.ops.gdn import triton_wy_fused as fused
 from specla.ops.gdn import triton_wy_stream as stream
-from specla.ops.gdn.triton import Workspace
+from specla.ops.gdn.triton import Workspace, prepare
 from specla.ops.gdn.triton_wy_solve import (
     BLOCK,
     dot,
@@ -153,6 +154,41 @@ def compile_masks(rnd: DeviceRound, form: ClosedForm, *, log_capacity: int) -> N
         LOG=log,
         num_warps=1,
     )
+
+
+def prepare_and_walk(
+    layer: LayerState,
+    rnd: DeviceRound,
+    y: Tensor,
+    conv_taps: Tensor,
+    A: Tensor,
+    dt_bias: Tensor,
+    workspace: Workspace,
+    form: ClosedForm,
+    *,
+    shape: RecurrentShape,
+    log_capacity: int,
+    threshold: int,
+    beta_scale: float = 1.0,
+    gate: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """`prepare`, then `walk_wy`; or one kernel for both, which writes o alone of `workspace`."""
+    if gate is None and fused.pays(shape, rnd, y, threshold):
+        fused.launch(
+            layer, rnd, y, conv_taps, A, dt_bias, workspace.o, form, shape=shape,
+            log=log_width(log_capacity, rnd.path.shape[1]), log_capacity=log_capacity,
+            threshold=threshold, beta_scale=beta_scale, pdl=pdl,
+        )  # fmt: skip
+        return
+    prepare(
+        layer, rnd, y, conv_taps, A, dt_bias, workspace, shape=shape, log_capacity=log_capacity,
+        beta_scale=beta_scale, gate=gate, pdl=pdl,
+    )  # fmt: skip
+    walk_wy(
+        layer, rnd, workspace, form, shape=shape, log_capacity=log_capacity, threshold=threshold,
+        pdl=pdl,
+    )  # fmt: skip
 
 
 def walk_wy(
