@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Hopper's walk computes, on a CPU: the recurrence, and the same bits however a value head
+and a tree are cut and whenever an output is summed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from random_inputs import random_parents
+from torch import Tensor
+
+pytest.importorskip("triton")
+from walk_machine import run
+
+from specla.ops.contract import RecurrentShape
+from specla.ops.gdn import triton as kernels
+from specla.ops.gdn import triton_stream as stream
+from specla.ops.gdn.triton_stream import StreamTile
+from specla.ops.walk import compile_walks
+from specla.state import State
+from specla.topology.tree import DraftTree
+
+SHAPE = RecurrentShape(
+    num_layers=1, num_key_heads=1, num_value_heads=2, key_dim=64, value_dim=16, conv_width=4
+)
+NODES = 8
+TREES = [random_parents(0, NODES, 2), random_parents(1, NODES - 1, 5)]
+
+
+def after(tile: StreamTile | kernels.Tile, parts: int, threshold: int) -> list[Tensor]:
+    """Outputs and state after a walk of two rows with logs of 5 and 3 factors."""
+    state = State(SHAPE, num_slots=2, max_nodes=NODES, log_capacity=8)
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(x: Tensor) -> Tensor:
+        return x.copy_(0.3 * torch.randn(x.shape, generator=generator))
+
+    layer = state.layers[0]
+    for x in (layer.S, *layer.factors):
+        noise(x)
+    layer.factors.g.abs_().neg_()
+    slots = [state.acquire() for _ in TREES]
+    for slot, ring, path in zip(slots, (4, 1), ((0,), (0, 2)), strict=True):
+        state.logs[slot].ring_len, state.logs[slot].path = ring, path
+    trees = [DraftTree(tuple(range(len(p))), p) for p in TREES]
+    rnd = state.rounds.plan(slots, [state.logs[s] for s in slots], trees).round
+    rnd = rnd._replace(walk=rnd.walk.new_zeros(len(TREES), parts, rnd.walk.shape[2]))
+    compile_walks(rnd)
+    room = kernels.Workspace.allocate(SHAPE, 2 * NODES, torch.float32, "cpu")
+    for x in room[:3]:
+        noise(x)
+    room.o.zero_()
+    kernels.walk(
+        layer, rnd, room, shape=SHAPE, log_capacity=8, threshold=threshold, tile=tile,
+    )  # fmt: skip
+    assert not room.arrivals.any()
+    return [room.o, layer.S, *layer.factors]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(
+        grid: tuple[int, int, int], arguments: tuple[Any, ...], meta: dict[str, Any],
+        tile: StreamTile, num_nodes: int, ahead: None,
+    ) -> None:  # fmt: skip
+        more = {"NODES": num_nodes, "LOG": 2, "TILE": tile.rows, "LATE": tile.late}
+        more |= {"AHEAD": False, "LIST_LATE": tile.late, "num_warps": tile.warps}
+        run(grid, (*arguments, arguments[0], 0, 0, 0), meta | more)
+
+    monkeypatch.setattr(stream, "launch", launch)
+
+
+@pytest.mark.parametrize("threshold", [2, 8])
+def test_every_form_has_the_bits_of_the_others(machine: None, threshold: int) -> None:
+    """threshold: logs are folded, or what is new in them moves to the ring."""
+    want = after(StreamTile(16, 1), 1, threshold)
+    close = after(kernels.Tile(4, 1), 1, threshold)
+    for x, y in zip(want, close, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    for rows, warps, late, parts in ((8, 1, False, 2), (16, 1, True, 2), (16, 2, True, 1)):
+        got = after(StreamTile(rows, warps, late=late), parts, threshold)
+        assert all(map(torch.equal, got, want)), (rows, warps, late, parts)

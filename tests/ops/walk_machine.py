@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs `ops.gdn.triton_stream` on a CPU, which Triton's interpreter does not: one program after
+the other, copies at once, layouts not looked at.
+
+Sums over an axis add its halves, then theirs, as a butterfly over lanes does: whether trades of
+rows for lanes keep the pairs can be told from bits.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specla.ops.gdn import triton_stream as stream
+from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
+
+
+class Block(Tensor):
+    """A tensor with Gluon's methods."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+    def expand_dims(self, axis: int) -> Tensor:
+        return self.unsqueeze(axis)
+
+    def split(self) -> Any:  # type: ignore[override]
+        return self.unbind(-1)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
+def block(values: Any) -> Any:
+    return torch.as_tensor(values).as_subclass(Block)
+
+
+class Pointer:
+    """Into a flat tensor."""
+
+    def __init__(self, data: Tensor, at: Any = 0) -> None:
+        self.data, self.at = data, at
+        self.dtype = SimpleNamespace(
+            element_ty=SimpleNamespace(
+                primitive_bitwidth=8 * data.dtype.itemsize, dtype=data.dtype
+            )
+        )
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.data, self.at + offset)
+
+
+class Shared:
+    """A buffer of shared memory, NaN until it is written."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.data[int(i)])
+
+    def load(self, layout: Any) -> Any:
+        assert not self.data.isnan().any(), "read before it was written"
+        return block(self.data.clone())
+
+    def store(self, value: Tensor) -> None:
+        self.data.copy_(value.as_subclass(Tensor))
+
+
+def load(ptr: Pointer, mask: Any = True, other: Any = 0) -> Any:
+    at = torch.as_tensor(ptr.at).as_subclass(Tensor)
+    mask = torch.as_tensor(mask).as_subclass(Tensor).expand(at.shape)
+    value = ptr.data[torch.where(mask, at, 0)]
+    return block(torch.where(mask, value, torch.as_tensor(other, dtype=value.dtype)))
+
+
+def store(ptr: Pointer, value: Any, mask: Any = True) -> None:
+    at = torch.as_tensor(ptr.at).as_subclass(Tensor)
+    mask = torch.as_tensor(mask).as_subclass(Tensor).expand(at.shape)
+    value = torch.as_tensor(value, dtype=ptr.data.dtype).as_subclass(Tensor).expand(at.shape)
+    ptr.data[at[mask]] = value[mask]
+
+
+def copy(buffer: Shared, ptr: Pointer, mask: Tensor) -> None:
+    buffer.store(load(ptr, mask))
+
+
+def add(ptr: Pointer, value: int) -> Any:
+    before = load(ptr)
+    store(ptr, before + value)
+    return before
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Any:
+    """Rounded once (from float64, which has room for the product)."""
+    return torch.addcmul(c.double(), a.double(), b.double()).float()
+
+
+def halves(x: Tensor, axis: int) -> Tensor:
+    while x.shape[axis] > 1:
+        a, b = x.tensor_split(2, axis)
+        x = a + b
+    return x.squeeze(axis)
+
+
+def language(program: tuple[int, ...], grid: tuple[int, ...]) -> Any:
+    def nothing(*_: Any) -> None:
+        return None
+
+    return SimpleNamespace(
+        **{name: getattr(torch, name) for name in ("float32", "int32", "int64", "exp")},
+        program_id=lambda axis: block(program[axis]),
+        num_programs=lambda axis: grid[axis],
+        arange=lambda a, b, layout: block(torch.arange(a, b)),
+        zeros=lambda shape, dtype, layout: block(torch.zeros(shape, dtype=dtype)),
+        full=lambda shape, value, dtype, layout: block(torch.full(shape, int(value))),
+        where=lambda c, a, b: block(torch.where(c, torch.as_tensor(a), torch.as_tensor(b))),
+        broadcast=lambda a, b: torch.broadcast_tensors(a, b),
+        gather=lambda x, at, axis: block(torch.gather(x, axis, at)),
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        allocate_shared_memory=lambda dtype, shape, layout: Shared(
+            torch.full(shape, float("nan"), dtype=getattr(dtype, "dtype", dtype))
+        ),
+        load=load,
+        store=store,
+        fma=fma,
+        atomic_add=add,
+        static_range=range,
+        BlockedLayout=nothing,
+        SliceLayout=nothing,
+        SwizzledSharedLayout=nothing,
+    )
+
+
+def run(grid: tuple[int, int, int], arguments: tuple[Any, ...], meta: dict[str, Any]) -> None:
+    """All programs of one launch; meta as the kernel's constants."""
+    given = [Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in arguments]
+    for program in product(*map(range, grid)):
+        names: dict[str, Any] = {
+            "gl": language(program, grid),
+            "async_copy": SimpleNamespace(commit_group=lambda: None, wait_group=lambda n: None),
+            "gdc_wait": lambda: None,
+            "gdc_launch_dependents": lambda: None,
+            "request_ahead": lambda *_: None,
+            "_copy": copy,
+            "_barrier": lambda: None,
+            "_stay": lambda: None,
+            "_sum": halves,
+            "_scalar": lambda cell, warps: cell.load(None).reshape(()),
+            "_rows": lambda buffer, shape: Shared(buffer.data.view(shape)),
+            "_log2": lambda n: n.bit_length() - 1,
+            "_copied": lambda *_: None,
+            "_traded": lambda *_: None,
+            "_WALK": WALK,
+            "_RESTORE": RESTORE,
+            "_SAVE": SAVE,
+            "_NODE": NODE_MASK,
+        }
+        for name, value in vars(stream).items():
+            if name not in names and hasattr(value, "fn"):
+                names[name] = FunctionType(value.fn.__code__, names)
+        names["_stream_kernel"](*given, **meta)
