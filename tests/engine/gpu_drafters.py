@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from block_toy import block_config, reader_config, write_block
+from block_toy import DFLASH, block_config, reader_config, write_block
 from eagle_toy import toy_config, write_drafter
 
 from specla.drafters.base import Drafter
@@ -25,7 +25,7 @@ EAGLE: Sizes = {
     **{"head_dim": 256, "head_v_dim": 256, "draft_vocab_size": 8192},
 }
 BLOCK: Sizes = {"head_dim": 64, "intermediate_size": 512}
-NAMES = ("none", "ngram", "eagle", "block", "block+reader")
+NAMES = ("none", "ngram", "eagle", "block", "dflash", "block+reader")
 
 
 def made(
@@ -41,6 +41,7 @@ def made(
         return EagleDrafter(path=str(path), tau=50.0, on_device=True)
     if not path.exists():
         some, others = (0, layers // 2), (layers // 2 - 1, layers - 1)
+        kind = {**block, "target_layer_ids": some, **(DFLASH if name == "dflash" else {})}
         reader = reader_config(target, state_layers=others, rank=8) if "reader" in name else None
-        write_block(path, block_config(target, target_layer_ids=some, **block), reader)
+        write_block(path, block_config(target, **kind), reader)
     return BlockDrafter(path=str(path), tau=50.0, on_device=True)

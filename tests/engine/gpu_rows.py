@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specla import models
 from specla.bench.random_model import gdn_1_3b
+from specla.config import CHEAPEST
 from specla.drafters.base import DeviceDrafter, Drafter, DraftRow, Shape
 from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
@@ -23,7 +24,7 @@ from specla.models.tokenizer import Tokenizer, load_tokenizer
 from specla.request import Request, SamplingParams
 from specla.state import State
 
-TOKENS, LOG = 512, 16
+TOKENS = 512
 NAMES = "Ben", "Lisa", "Anna", "Paul", "Mia"
 Prompt = tuple[int, ...]
 OnStep = Callable[[Engine], None]
@@ -79,8 +80,9 @@ class HostNone(NoDrafter):
 class Rows:
     """Of one model. A row is a number: prompt, seed and parameters follow from it.
 
-    make: the model, when it is first asked for. tokens: of every output. chunk: of prompts.
-    lengths: of a row's prompt; they differ, so that rows are at different phases of their logs.
+    make: the model, when it is first asked for. tokens: of every output. chunk: of prompts. log:
+    its capacity. lengths: of a row's prompt; they differ, so that rows are at different phases of
+    their logs.
     """
 
     def __init__(
@@ -89,9 +91,11 @@ class Rows:
         *,
         tokens: int = TOKENS,
         chunk: int = 256,
+        log: int = 16,
         lengths: Callable[[int], int] = lambda row: 3 + 7 * row % 90,
     ) -> None:
-        self._make, self._tokens, self._chunk, self._lengths = make, tokens, chunk, lengths
+        self._make, self._tokens, self._chunk = make, tokens, chunk
+        self._log, self._lengths = log, lengths
         self._alone: dict[tuple[int, int], Outcome] = {}
         self._prompts: dict[Prompt, int] = {}
 
@@ -121,18 +125,25 @@ class Rows:
         return Request(request_id=name, prompt_token_ids=self.prompt(row), params=params, seed=row)
 
     def engine(
-        self, drafter: Drafter, *, slots: int, max_nodes: int, turns: Sequence[int] = ()
+        self,
+        drafter: Drafter,
+        *,
+        slots: int,
+        max_nodes: int,
+        turns: Sequence[int] = (),
+        kernel: str = CHEAPEST,
     ) -> tuple[Engine, Remembering]:
-        """turns: numbers of nodes that rounds on the device have by turns."""
+        """turns: numbers of nodes that rounds on the device have by turns. kernel: what
+        verifies; "closed" makes it mode fast."""
         model = self.model
         state = Remembering(
-            model.info.recurrent, num_slots=slots, max_nodes=max_nodes, log_capacity=LOG,
+            model.info.recurrent, num_slots=slots, max_nodes=max_nodes, log_capacity=self._log,
             dtype=model.dtype, device=model.device,
         )  # fmt: skip
-        budget = "paying" if turns else "off"
         engine = Engine(
-            model, state, drafter, mode="exact", prefill_chunk=self._chunk, budget=budget
-        )
+            model, state, drafter, mode="fast" if kernel == "closed" else "exact", kernel=kernel,
+            prefill_chunk=self._chunk, budget="paying" if turns else "off",
+        )  # fmt: skip
         state.engine, state.kept = engine, {}
         if turns:
             assert engine.spending is not None
@@ -151,11 +162,14 @@ class Rows:
         count: int | None = None,
         at_once: int = 8,
         turns: Sequence[int] = (),
+        kernel: str = CHEAPEST,
         on_step: OnStep = lambda engine: None,
     ) -> list[Outcome]:
         """What these rows come to, all in one engine; `at_once` of them join between two rounds.
         on_step: called after every step."""
-        engine, state = self.engine(drafter, slots=len(rows), max_nodes=max_nodes, turns=turns)
+        engine, state = self.engine(
+            drafter, slots=len(rows), max_nodes=max_nodes, turns=turns, kernel=kernel
+        )
         outcomes: dict[int, Outcome] = {}
         waiting = list(enumerate(rows))
         slots: dict[str, int] = {}

@@ -30,7 +30,7 @@ NODES, BY_TURNS = 16, (16, 1, 4, 2, 8)
 CASES: list[tuple[str, str, tuple[int, ...]]] = [
     *(("gdn-1.3b", name, ()) for name in ("none", "ngram")),
     ("gdn-1.3b", "ngram", BY_TURNS),
-    *(("four layers", name, ()) for name in ("eagle", "block", "block+reader")),
+    *(("four layers", name, ()) for name in ("eagle", "block", "dflash", "block+reader")),
     ("four layers", "eagle", BY_TURNS),
     *(("demo", name, ()) for name in ("none", "ngram", "eagle")),
     ("demo", "eagle", BY_TURNS),
@@ -88,7 +88,7 @@ def no_waiting() -> Iterator[None]:
     ("target", "name"),
     [
         *(("gdn-1.3b", name) for name in ("none", "ngram")),
-        *(("four layers", name) for name in ("eagle", "block", "block+reader")),
+        *(("four layers", name) for name in ("eagle", "block", "dflash", "block+reader")),
     ],
 )
 def test_nothing_waits(target: str, name: str, new: New) -> None:

@@ -1,86 +1,190 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short run through every kernel of the decode path, to be watched by compute-sanitizer.
+"""A short run through every kernel that an H200 takes between a prompt and its tokens, to be
+watched by compute-sanitizer.
 
-    compute-sanitizer --tool memcheck  --error-exitcode 9 python -m pytest -m gpu tests/engine/test_gpu_memory.py
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m pytest -m gpu tests/engine/test_gpu_memory.py
     compute-sanitizer --tool racecheck --kernel-name-exclude kns=nvjet --error-exitcode 9 python -m pytest -m gpu tests/engine/test_gpu_memory.py
 
-Two layers of GDN-1.3B's shape, a log of four so that most rounds fold, odd row counts, rows that
-join and leave. racecheck without cuBLAS's kernels, which it has complaints about. Without the tool it only checks tokens, in seconds.
+Two layers of GDN-1.3B's shape, and of narrow models with two shapes of heads; a log of four, so
+that rounds fold and rounds do not; odd row counts, rows that join and leave, prompts side by side.
+racecheck without cuBLAS's kernels, which it has complaints about. Which kernels a case is for is
+part of it, and the last test counts them up. Without the tool it checks tokens and states, in
+seconds once kernels are compiled.
 """  # noqa: E501
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+import torch
+from gpu_drafters import made
+from gpu_rows import Rows
 
-from specla.bench.random_model import RandomGDN, gdn_1_3b
+from specla import models
+from specla.bench.random_model import gdn_1_3b
 from specla.drafters.base import Drafter
 from specla.drafters.ngram import NgramDrafter
 from specla.drafters.none import NoDrafter
-from specla.engine.engine import Engine
-from specla.request import Request, SamplingParams
-from specla.state import State
-from specla.testing import RandomTreeDrafter
+from specla.models.base import TargetModel
+from specla.models.toy import write_toy_checkpoint
+from specla.testing import OracleDrafter, RandomTreeDrafter
 
 pytestmark = pytest.mark.gpu
-TOKENS, ROWS, VOCAB = 12, 3, 32000
-Tokens = list[tuple[int, ...]]
+TOKENS, FEW = 12, 3
+# Sixteen rows of four prompts.
+MANY = [row % 4 for row in range(16)]
+HEADS: dict[str, dict[str, Any]] = {
+    "8x256": {"heads": 8, "head_dim": 256},
+    "16/32x128": {"heads": 16, "num_v_heads": 32, "head_dim": 128},
+}
+EAGLE = {
+    **{"hidden_size": 128, "intermediate_size": 128, "num_heads": 1, "num_v_heads": 2},
+    **{"head_dim": 64, "head_v_dim": 64},
+}
+BLOCK = {"head_dim": 64, "intermediate_size": 128}
 
 
-@cache
-def model() -> RandomGDN:
-    return gdn_1_3b(layers=2)
+def narrow(heads: str) -> TargetModel:
+    sizes = {"hidden": 256, "intermediate": 512, "vocab": 256, "expand_v": 1.0, **HEADS[heads]}
+    with TemporaryDirectory() as folder:
+        write_toy_checkpoint(Path(folder), **sizes)
+        return models.load(folder, device="cuda", dtype=torch.bfloat16)
 
 
-def decode(
-    drafter: Drafter, *, max_nodes: int, mode: Literal["exact", "fast"], kernel: str = "walk"
-) -> Tokens:
-    """Tokens of ROWS rows that join one by one; every other row samples."""
-    target = model()
-    state = State(
-        target.info.recurrent,
-        num_slots=ROWS,
-        max_nodes=max_nodes,
-        log_capacity=4,
-        dtype=target.dtype,
-        device=target.device,
-    )
-    engine = Engine(target, state, drafter, mode=mode, prefill_chunk=64, kernel=kernel)
-    found: dict[int, tuple[int, ...]] = {}
-    waiting = list(range(ROWS))
-    while waiting or engine.has_work:
-        if waiting:
-            row = waiting.pop()
-            engine.add(_request(row))
-        for delta in engine.step():
-            if delta.completion is not None:
-                found[int(delta.request_id)] = delta.completion.token_ids
-    return [found[row] for row in range(ROWS)]
+def short(make: Callable[[], TargetModel], chunk: int) -> Rows:
+    return Rows(make, tokens=TOKENS, chunk=chunk, log=4, lengths=lambda row: 5 + 70 * (row % 3))
 
 
-def _request(row: int) -> Request:
-    params = SamplingParams(temperature=0.8 * (row % 2), max_tokens=TOKENS, ignore_eos=True)
-    prompt = tuple((37 * row + i % 5) % 31000 + 5 for i in range(5 + 70 * row))
-    return Request(
-        request_id=str(row), prompt=None, prompt_token_ids=prompt, params=params, seed=row
-    )
+# Prompts in chunks; and at once, so that many rows keep step.
+GDN = short(partial(gdn_1_3b, layers=2), 64)
+NARROW = {heads: short(partial(narrow, heads), 256) for heads in HEADS}
+
+PROMPTS = {"prefill._prepare_kernel", "swiglu._swiglu_kernel", "rows._gated_norm_kernel"}
+ROUNDS = {
+    *("slots._slots_kernel", "walk._compile_kernel", "triton_prepare._prepare_kernel"),
+    *("rows._embed_norm_kernel", "rows._add_partials_norm_kernel"),
+    *("triton._choose_kernel", "triton._accept_kernel"),
+}
+FEW_ROWS, MANY_ROWS = {"gemm_stream._stream_kernel"}, {"gemm._gemm_kernel"}
+WALK = {"triton_stream._stream_kernel"}
+DECODE = {"triton_decode._decode_kernel"}
+SOLVE = {"triton_wy_solve.mask_kernel", "triton_wy_solve.solve_kernel"}
+APPLY, APPLY_STREAM = {"triton_wy._apply_kernel"}, {"triton_wy_stream._stream_kernel"}
+GROW = {"triton_grow._top_kernel", "triton_grow._extend_kernel"}
+BLOCKS = {f"triton_block._{name}_kernel" for name in ("begin", "append", "attend", "combine")}
+DRAFTERS = {
+    "ngram": {"ngram_device._draft_kernel"},
+    "eagle": {
+        *(f"triton_eagle._{name}_kernel" for name in ("begin", "features", "inputs")),
+        *("triton_eagle._settle_kernel", "triton_eagle._mix_kernel", *GROW),
+    },
+    "block": BLOCKS | GROW,
+    "dflash": BLOCKS | {"triton_grow._top_kernel", "triton_marginals._best_first_kernel"},
+    "block+reader": BLOCKS | GROW | {"triton_reader._read_kernel", "triton_reader._ask_kernel"},
+}
+# Other devices' (triton), what was measured to be no faster or was not yet, and training's.
+ELSEWHERE = {
+    *("triton._walk_kernel", "gemm_wide._wide_kernel", "triton_wy_fused._fused_kernel"),
+    *("triton_conv._packed_kernel",),
+}
 
 
-@cache
-def plain() -> Tokens:
-    return decode(NoDrafter(), max_nodes=1, mode="exact")
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels that a test has launched, or captured: module and name."""
+    from triton.runtime.jit import JITFunction
+
+    names, run = set[str](), JITFunction.run
+
+    def watched(kernel: Any, *args: Any, **options: Any) -> Any:
+        names.add(name_of(kernel))
+        return run(kernel, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "run", watched)
+    return names
+
+
+def name_of(kernel: Any) -> str:
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_prompts(heads: str, seen: set[str]) -> None:
+    """Of a model that has no graphs yet: three at once, in lanes, then each alone."""
+    target = short(partial(narrow, heads), 64)
+    target.check(range(FEW), target.decode(range(FEW), NoDrafter(), max_nodes=1))
+    assert seen >= PROMPTS | ROUNDS | FEW_ROWS
 
 
 @pytest.mark.parametrize("kind", ["ngram", "trees"])
-def test_exact_rounds(kind: str) -> None:
-    drafter = NgramDrafter() if kind == "ngram" else RandomTreeDrafter(3, VOCAB, max_depth=6)
-    assert decode(drafter, max_nodes=16, mode="exact") == plain()
+def test_exact_rounds(kind: str, seen: set[str]) -> None:
+    """Of a real width, whose products are cut as they are there."""
+    drafter: Drafter = NgramDrafter()
+    if kind == "trees":
+        drafter = RandomTreeDrafter(3, GDN.vocab_size, max_depth=6)
+    GDN.check(range(FEW), GDN.decode(range(FEW), drafter, max_nodes=16, at_once=2))
+    assert seen >= ROUNDS | FEW_ROWS | WALK | DRAFTERS.get(kind, set())
 
 
-def test_rounds_in_closed_form() -> None:
+def test_rounds_in_closed_form(seen: set[str]) -> None:
     """Their own roundings: lengths are what can be held against exact decoding."""
-    drafter = RandomTreeDrafter(3, VOCAB, max_depth=6)
-    found = decode(drafter, max_nodes=64, mode="fast", kernel="closed")
-    assert [len(tokens) for tokens in found] == [TOKENS] * ROWS
+    drafter = RandomTreeDrafter(3, GDN.vocab_size, max_depth=6)
+    got = GDN.decode(range(FEW), drafter, max_nodes=64, at_once=2, kernel="closed")
+    assert [len(one.tokens) for one in got] == [TOKENS] * FEW
+    assert seen >= ROUNDS | MANY_ROWS | SOLVE | APPLY
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_plain_rounds_of_many_rows(heads: str, seen: set[str]) -> None:
+    """Enough of them for the kernel of one node a row; prompts side by side, and forked."""
+    target = NARROW[heads]
+    target.check(MANY, target.decode(MANY, NoDrafter(), max_nodes=1, at_once=len(MANY)))
+    assert seen >= ROUNDS | FEW_ROWS | DECODE
+
+
+@pytest.mark.parametrize("kernel", ["walk", "closed"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_trees_of_many_rows(heads: str, kernel: str, seen: set[str]) -> None:
+    """Rounds of ten nodes that accept three drafts: nothing to replay; a path, which moves to the
+    ring; ring and path, which are folded."""
+    target = NARROW[heads]
+    drafter = OracleDrafter(target.truth, depth=3, decoys=2, vocab_size=target.vocab_size)
+    got = target.decode(MANY, drafter, max_nodes=16, at_once=len(MANY), kernel=kernel)
+    assert [len(one.tokens) for one in got] == [TOKENS] * len(MANY)
+    if kernel == "walk":
+        target.check(MANY, got)
+        assert {one.rounds for one in got} == {TOKENS // 4}
+        assert seen >= ROUNDS | MANY_ROWS | WALK
+    else:
+        apply = APPLY_STREAM if heads == "16/32x128" else APPLY
+        assert seen >= ROUNDS | MANY_ROWS | SOLVE | apply
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "ngram"])
+def test_drafters(name: str, tmp_path: Path, seen: set[str]) -> None:
+    target = NARROW["8x256"]
+    drafter = made(name, target.model.info, tmp_path, eagle=EAGLE, block=BLOCK)
+    target.check(range(FEW), target.decode(range(FEW), drafter, max_nodes=8, at_once=2))
+    assert seen >= ROUNDS | FEW_ROWS | WALK | DRAFTERS[name]
+
+
+def test_no_kernel_is_left_out() -> None:
+    """Each of the package's belongs to a case above, or elsewhere."""
+    from triton.runtime.jit import JITFunction
+
+    found = set[str]()
+    for name in ("ops", "sampling", "drafters"):
+        package = import_module(f"specla.{name}")
+        for module in walk_packages(package.__path__, f"{package.__name__}."):
+            kernels = vars(import_module(module.name)).values()
+            found |= {name_of(x) for x in kernels if isinstance(x, JITFunction)}
+    found = {name for name in found if name.endswith("_kernel")}
+    here = PROMPTS | ROUNDS | FEW_ROWS | MANY_ROWS | WALK | DECODE | SOLVE | APPLY | APPLY_STREAM
+    assert found == here.union(*DRAFTERS.values(), ELSEWHERE)
