@@ -196,11 +196,27 @@ def _ask_stretch(at, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def _ask_state(
+    unit, last, S_ptr, slot_ptr, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """A unit's last tiles into L2: the memory has something to do while a program has not."""
+    TILES: gl.constexpr = 2 * V // _ROWS
+    if AHEAD > 0:  # noqa: SIM102 - one of them is known when compiling
+        if unit < last:
+            each: gl.constexpr = AHEAD * _ROWS * K // 128
+            thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+            slot = gl.load(slot_ptr + unit // H).to(gl.int64)
+            row = (slot * G + unit % H * 2) * V + (TILES - AHEAD) * _ROWS
+            _ask_stretch(S_ptr + (row * K + thread * each), 4 * each)
+
+
+@gluon.jit
 def _ask_log(
     unit, last, k_ptr, u_ptr, places_ptr, slot_ptr, ring_len_ptr, path_len_ptr, num_entries,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, LOG: gl.constexpr,
 ):  # fmt: skip
-    """The next unit's log into L2."""
+    """A unit's log into L2."""
     lines: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
     here = unit < last
     b = unit // H
@@ -374,6 +390,12 @@ def _fused_kernel(
     tiles = (first * TILES, last * TILES, slot_ptr)
     for q in gl.static_range(_STAGES - 1):
         ask(ring, q, place_of(tiles, q, G, K, V))
+    # Log and state are older than this round.
+    _ask_state(first, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
+    _ask_log(
+        first, last, k_ptr, u_ptr, places_ptr, slot_ptr, ring_len_ptr, path_len_ptr, num_entries,
+        H, G, K, V, LOG,
+    )  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -405,12 +427,8 @@ def _fused_kernel(
             places_at = places_ptr + b * LOG
             decay_at = decay_ptr + unit.to(gl.int64) * (2 * (_N + LOG + 1))
             u_at = u_ptr + slot * num_entries * (G * V)
-            if AHEAD > 0:
-                # The memory has something to do while this program has not: the last tiles of S.
-                each: gl.constexpr = AHEAD * _ROWS * K // 128
-                thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-                S_at = S_ptr + ((slot * G + 2 * key_head) * V + (TILES - AHEAD) * _ROWS) * K
-                _ask_stretch(S_at + thread * each, 4 * each)
+            if unit > first:
+                _ask_state(unit, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
             barrier()  # nobody reads what the last unit multiplied with any more
             make_operands(
                 row, xs, es, vs, solution, reads, gates, taps_ptr,

@@ -160,15 +160,20 @@ def _dot(a_high, a_low, b_high, b_low, acc):
 
 @gluon.jit
 def _times(x, y):
-    """x y of two results."""
+    """x y of two results in pieces."""
     layout: gl.constexpr = small_layout()
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    x_high, x_low = pieces(x)
-    y_high, y_low = pieces(y)
-    x_high, x_low = gl.convert_layout(x_high, left), gl.convert_layout(x_low, left)
-    y_high, y_low = gl.convert_layout(y_high, right), gl.convert_layout(y_low, right)
+    x_high, x_low = gl.convert_layout(x[0], left), gl.convert_layout(x[1], left)
+    y_high, y_low = gl.convert_layout(y[0], right), gl.convert_layout(y[1], right)
     return _dot(x_high, x_low, y_high, y_low, gl.zeros([2 * _N, 2 * _N], gl.float32, layout))
+
+
+@gluon.jit
+def _where(mask, x):
+    """Both pieces where `mask` is set, 0 elsewhere."""
+    zero = gl.zeros(x[0].shape, gl.bfloat16, small_layout())
+    return gl.where(mask, x[0], zero), gl.where(mask, x[1], zero)
 
 
 @gluon.jit
@@ -246,11 +251,13 @@ def _systems(
     i, j = r[:, None], c[None, :]
     A = gl.where(i == j, 0.0, beta[:, None] * decay * _both(kk))
     T = gl.where(i == j, 1.0, gl.where((i >> 1) == (j >> 1), -A, 0.0))
+    cut = pieces(A)
     for level in range(1, 4):
         under = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
-        T = T - _times(T, _times(gl.where(under, A, 0.0), T))
+        solved = pieces(T)
+        T = T - _times(solved, pieces(_times(_where(under, cut), solved)))
     T = T * beta_c[None, :]
-    PT = _times(decay * _both(qk), T)
+    PT = _times(pieces(decay * _both(qk)), pieces(T))
     # What is beside the blocks is zero.
     T = _sum(T.reshape([2 * _N, 2, _N]), axis=1)
     PT = _sum(PT.reshape([2 * _N, 2, _N]), axis=1)
