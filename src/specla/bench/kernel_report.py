@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of the kernel benchmark as JSON lines, rows of results.csv, a table and a report.
+"""A run of the kernel or round benchmark as JSON lines, rows of results.csv and tables.
 
 A run can be read back from its JSON lines, so that what was measured on a machine without a
 checkout is recorded and drawn on one that has it.
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from specla.bench.kernel_metrics import Metric
-from specla.bench.kernel_rows import Row
+from specla.bench.kernel_rows import RoundTime, Row
 from specla.errors import ConfigError
+
+Record = Row | RoundTime | Metric
+NAMES: Mapping[type[Record], str] = {Row: "row", RoundTime: "round", Metric: "metric"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,33 +43,52 @@ class Run:
         return cls(date=datetime.now(UTC).strftime("%Y-%m-%d"), **facts)  # type: ignore[arg-type]
 
 
-def line(run: Run, record: Row | Metric) -> str:
+def line(run: Run, record: Record) -> str:
     """One JSON line: the record, and what it was measured on."""
-    kind = "row" if isinstance(record, Row) else "metric"
-    return json.dumps({"record": kind} | _finite(asdict(record)) | {"run": asdict(run)})
+    kind = {"record": NAMES[type(record)]}
+    return json.dumps(kind | _finite(asdict(record)) | {"run": asdict(run)})
 
 
 def read(path: Path) -> tuple[Run, list[Row]]:
-    """A run from its JSON lines; figures are worked out again from the rows.
+    """A run of kernels from its JSON lines; figures are worked out again from the rows.
 
     Raises:
         ConfigError: the file is not one of ours.
     """
+    run, found = _read(path, "kernel", (Row, Metric))
+    return run, [one for one in found if isinstance(one, Row)]
+
+
+def read_rounds(path: Path) -> tuple[Run, list[RoundTime], list[Metric]]:
+    """A run of rounds from its JSON lines: sizes, and the figures that it got to.
+
+    Raises:
+        ConfigError: the file is not one of ours.
+    """
+    run, found = _read(path, "round", (RoundTime, Metric))
+    return (
+        run,
+        [one for one in found if isinstance(one, RoundTime)],
+        [one for one in found if isinstance(one, Metric)],
+    )
+
+
+def _read(path: Path, what: str, kinds: Sequence[type[Record]]) -> tuple[Run, list[Record]]:
+    made = {NAMES[kind]: kind for kind in kinds}
     try:
         found = [json.loads(text) for text in path.read_text().splitlines() if text]
-        runs = {json.dumps(entry["run"], sort_keys=True) for entry in found}
-        names = {field.name for field in fields(Row)}
-        rows = [
-            Row(**{k: v for k, v in entry.items() if k in names})
-            for entry in found
-            if entry["record"] == "row"
-        ]
-        (run,) = runs
-        return Run(**json.loads(run)), rows
+        (run,) = {json.dumps(entry["run"], sort_keys=True) for entry in found}
+        return Run(**json.loads(run)), [_record(made[entry["record"]], entry) for entry in found]
     except (OSError, ValueError, KeyError, TypeError) as failure:
         raise ConfigError(
-            f"--from must be the JSON lines of one kernel run, got {path}: {failure}"
+            f"--from must be the JSON lines of one {what} run, got {path}: {failure}"
         ) from failure
+
+
+def _record(kind: type[Record], entry: Mapping[str, Any]) -> Record:
+    """Of a line; what else stands there is left out."""
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in entry.items() if name in names})
 
 
 def csv_rows(run: Run, found: Sequence[Metric]) -> list[dict[str, object]]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel benchmark's record: plain data, so that a run can be read and drawn anywhere."""
+"""Records of the kernel and round benchmarks: plain data, so that a run can be read and drawn
+anywhere."""
 
 from __future__ import annotations
 
@@ -37,3 +38,14 @@ class Row:
     missing: str | None = None
     wrong: bool = False
     notes: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTime:
+    """One size of a whole model's round: rows, nodes of each row's tree; microseconds."""
+
+    rows: int
+    nodes: int
+    us: float
+    p10: float
+    p90: float

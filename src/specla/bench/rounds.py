@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from specla.bench.graphs import Timing, read_bandwidth, time_graph
+from specla.bench.graphs import time_graph
 from specla.bench.kernel_metrics import Metric
+from specla.bench.kernel_rows import RoundTime
 from specla.bench.random_model import RandomGDN
 from specla.drafters.base import Drafter
 from specla.engine.engine import Engine
@@ -30,15 +30,6 @@ SIZES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (1, 64), (8, 1), (8, 
          (64, 8), (64, 16))  # fmt: skip
 AR = "own AR step, graphed, exact, same run"
 FLOOR = "weights read once at the read bandwidth of the same run"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundTime:
-    """One size: rows, nodes of each row's tree, microseconds per round."""
-
-    rows: int
-    nodes: int
-    timing: Timing
 
 
 def binary_tree(num_nodes: int) -> DraftTree:
@@ -70,7 +61,7 @@ def time_round(model: RandomGDN, rows: int, nodes: int, *, log_capacity: int = 1
     assert isinstance(plan, DevicePlan)
     model.reserve(plan.round.tokens.numel())
     timing = time_graph([lambda: model.verify(plan, state)], parts=1)  # type: ignore[list-item]
-    return RoundTime(rows=rows, nodes=nodes, timing=timing)
+    return RoundTime(rows=rows, nodes=nodes, us=timing.us, p10=timing.p10, p90=timing.p90)
 
 
 def busy_fraction(
@@ -118,7 +109,7 @@ def busy_fraction(
 
 def metrics(times: Sequence[RoundTime], read_bytes: int, bandwidth: float) -> list[Metric]:
     """The figures of the issue's table that follow from the times."""
-    us = {(t.rows, t.nodes): t.timing for t in times}
+    us = {(t.rows, t.nodes): t for t in times}
     floor = read_bytes / bandwidth * 1e6
     found: list[Metric] = []
     if (1, 1) in us:
@@ -176,13 +167,12 @@ def run(
     model: RandomGDN,
     sizes: Sequence[tuple[int, int]] = SIZES,
     tick: Callable[[RoundTime], None] | None = None,
-) -> tuple[list[RoundTime], float]:
-    """All sizes, and the read bandwidth in bytes per second."""
-    bandwidth = read_bandwidth(model.device)
+) -> list[RoundTime]:
+    """All sizes."""
     model.reserve(max(rows * nodes for rows, nodes in sizes))
     times = []
     for rows, nodes in sizes:
         times.append(time_round(model, rows, nodes))
         if tick:
             tick(times[-1])
-    return times, bandwidth
+    return times

@@ -116,7 +116,7 @@ def study(
     wanted = find(name)
     folder = report or (results.parent / "studies" / name if record else None)
     if source is not None:
-        _require_none(
+        opt.require_none(
             texts=texts, drafter=drafter, vary=vary, at=at, suite=suite, data=data,
             prompts=prompts, commit=commit, max_nodes=max_nodes,
         )  # fmt: skip
@@ -146,16 +146,6 @@ def study(
     if texts is not None:
         _write_texts(texts, kept)
     return _verdict(kept)
-
-
-def _require_none(**given: object) -> None:
-    """Options of a run."""
-    for name, value in given.items():
-        if value is not None and value != []:
-            option = name.replace("_", "-")
-            raise ConfigError(
-                f"--{option} has no effect with --from, which runs nothing; leave it out"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,6 +159,20 @@ def drafter_options(given: Sequence[str] | None) -> dict[str, object]:
     return found
 
 
+def require_none(**given: object) -> None:
+    """Options of a run, beside --from, which runs nothing.
+
+    Raises:
+        ConfigError: one was given.
+    """
+    for name, value in given.items():
+        if value is not None and value != []:
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"--{option} has no effect with --from, which runs nothing; leave it out"
+            )
+
+
 def labelled(drafter: str, options: Mapping[str, object]) -> str:
     """A drafter's name, and options that were set, for reports: "eagle top_k=2"."""
     from specla.drafters.options import described
