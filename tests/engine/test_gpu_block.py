@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block drafter on a GPU, driven by the host, with a state reader, or inside the round's graph:
-it changes no token, its trees are the host's, and what it reads is what is committed. GDN-1.3B's
-shape in four layers, random weights.
+it changes no token, inside the graph its trees are the host's, and what it reads is what is
+committed. GDN-1.3B's shape in two or four layers, random weights. States after rounds inside the
+graph: test_gpu_free.py.
 
     pytest -m gpu tests/engine/test_gpu_block.py
 """
@@ -178,7 +179,7 @@ def test_with_a_reader_trees_are_the_hosts_too(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_waits_for_the_device_once_per_level(kind: str, tmp_path: Path) -> None:
+def test_on_the_host_it_waits_once_per_level(kind: str, tmp_path: Path) -> None:
     """To read the level's likeliest tokens, and the engine for the verdict; all that is sent goes
     without waiting."""
     write_block(tmp_path, block_config(target().info, **{**SIZES, **KINDS[kind]}))
@@ -200,7 +201,7 @@ def test_it_waits_for_the_device_once_per_level(kind: str, tmp_path: Path) -> No
             torch.cuda.set_sync_debug_mode("default")
     later = rounds[TOKENS // 4 : -ROWS]
     assert later
-    assert max(later) <= levels + 1
+    assert 1 <= min(later) <= max(later) <= levels + 1
 
 
 def test_it_reads_what_is_committed() -> None:

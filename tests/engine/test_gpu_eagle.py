@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An EAGLE drafter inside the round's graph, on a GPU: it changes no token, its runs repeat, and
-its trees are the eager drafter's. GDN-1.3B's shape in a few layers, random weights.
+its trees are the eager drafter's. GDN-1.3B's shape in a few layers, random weights. States:
+test_gpu_free.py.
 
     pytest -m gpu tests/engine/test_gpu_eagle.py
 """
