@@ -258,9 +258,10 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
                 z = gl.load(gate_ptrs + s * BLOCK_K, mask=here, other=0.0)
                 gate = gate + (z,)  # noqa: RUF005
         # Always so, but the compiler does not know and moves no load past the branch: without it
-        # registers are saved and memory waited for once per head and row of a warp.
-        if not TOGETHER or num_rows > 0:
-            for s in gl.static_range(STAGES):
+        # registers are saved and memory waited for once per head and row of a warp. One branch a
+        # head: the fewer elements there are between two, the more of their SiLUs overlap.
+        for s in gl.static_range(STAGES):
+            if not TOGETHER or num_rows > -s:
                 xs.index(s).store(
                     _mixed(o[s], gate[s] if GATED else o[s], weight, eps, x_tiles.dtype, GATED)
                 )
