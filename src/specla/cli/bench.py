@@ -29,7 +29,7 @@ from specla.models.resolve import resolve
 from specla.request import SamplingParams
 
 # Console width where stdout is no terminal: the table must not be cut in a log.
-LOG_WIDTH = 110
+LOG_WIDTH = 200
 
 
 def generate(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specla.llm import LLM
 
 # Console width where stdout is no terminal: the table must not be cut in a log.
-LOG_WIDTH = 130
+LOG_WIDTH = 200
 # Prompts handed to the engine at once: enough to keep its slots busy.
 GROUP = 32
 
