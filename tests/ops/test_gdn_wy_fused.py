@@ -35,7 +35,9 @@ from specla.ops.gdn.triton_wy_operands import COLUMNS, ROWS  # noqa: E402
 FILES = [Path(m.__file__) for m in (triton_wy_operands, triton_wy_heads, fused)]
 SHARED = 228 * 1024 // 2 - 1024  # bytes that each of two programs may have
 NAN = float("nan")
-LIMIT = 2e-4 if torch.cuda.is_available() else 2e-5
+LIMIT = 1e-4
+"""Of norms. The closed form's errors are 2e-5; an element of q, k or v that is rounded to bfloat16
+the other way than in the reference counts for more (3e-5 in a small tree here)."""
 
 
 def shape(H: int = 1, G: int = 2, K: int = 128, V: int = 128) -> RecurrentShape:
@@ -44,7 +46,8 @@ def shape(H: int = 1, G: int = 2, K: int = 128, V: int = 128) -> RecurrentShape:
     )
 
 
-FOLDED = tree_case(shape(), 3, 16)
+# Shorter than the convolution: inputs come from the path and from the tail.
+FOLDED = replace(tree_case(shape(), 3, 16), path=(0, 1))
 WAITING = replace(chain_case(shape(2, 4), 2, 8), log_capacity=8, threshold=8)
 
 
@@ -119,13 +122,14 @@ def check(p: Problem, sizes: Sequence[int], layer: LayerState, o: Tensor) -> Non
             assert torch.equal(layer.tail[slot, 1], expected.tail[slot, 1])
         if not n or not case.fold_due:
             assert torch.equal(layer.S[slot], before.S[slot])
+        moves = n > 0 and not case.fold_due
         for now, then in zip(layer.factors, before.factors, strict=True):
-            assert torch.equal(
-                now[slot, case.log_capacity : first], then[slot, case.log_capacity : first]
-            )
-            if n and not case.fold_due:
-                moved = then[slot, [case.log_capacity + i for i in case.path]]
-                assert torch.equal(now[slot, case.ring_len : case.log_len], moved)
+            kept = then[slot, :first].clone()
+            if moves:
+                kept[case.ring_len : case.log_len] = kept[
+                    [case.log_capacity + i for i in case.path]
+                ]
+            assert torch.equal(now[slot, :first], kept)
     assert all(
         torch.equal(now[0], then[0])
         for now, then in zip(layer.factors, before.factors, strict=True)
@@ -148,8 +152,7 @@ def check_row(p: Problem, b: int, n: int, layer: LayerState, o: Tensor) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("folds", [True, False])
 def test_on_a_device(folds: bool) -> None:
-    """Against the reference; bits over numbers of programs and over what is asked into L2. An
-    element of q, k or v that is rounded the other way counts here: a wider limit."""
+    """Against the reference; bits over numbers of programs and over what is asked into L2."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel is for compute capability 9.0")
     s = shape(16, 32)
