@@ -227,7 +227,7 @@ def _keep(out, first, x):
 
 @gluon.jit
 def _systems(
-    xx, xe, solution, reads, of_rows, of_columns, log_g, g_ptr, decay_ptr, candidates, n,
+    xx, xe, solution, reads, of_nodes, log_g, g_ptr, decay_ptr, candidates, n,
     beta_scale, G: gl.constexpr, LOG: gl.constexpr,
 ):  # fmt: skip
     """P T and T, F and E of both value heads into shared memory; gates and decays into memory.
@@ -236,14 +236,14 @@ def _systems(
     SIZE: gl.constexpr = _N + LOG + 1
     r = gl.arange(0, 2 * _N, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, 2 * _N, layout=gl.SliceLayout(0, layout))
-    g, beta, over_r = _gates(of_rows, beta_scale)
-    gc, beta_c, over_c = _gates(of_columns, beta_scale)
+    g, beta, over = _gates(of_nodes, beta_scale)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    g_c, beta_c = gl.convert_layout(g, columns), gl.convert_layout(beta, columns)
     gl.store(g_ptr + ((candidates + r % _N) * G + r // _N), g, mask=r % _N < n)
     same = (r // _N)[:, None] == (c // _N)[None, :]
-    above = same & (((over_r[:, None] >> (c % _N)[None, :]) & 1) != 0)
-    below = same & (((over_c[None, :] >> (r % _N)[:, None]) & 1) != 0)
-    total = _sum(gl.where(above, gc[None, :], 0.0), axis=1)
-    total_c = _sum(gl.where(below, g[:, None], 0.0), axis=0)
+    above = same & (((over[:, None] >> (c % _N)[None, :]) & 1) != 0)
+    total = _sum(gl.where(above, g_c[None, :], 0.0), axis=1)
+    total_c = gl.convert_layout(total, columns)
     decay = gl.exp(gl.where(above, total[:, None] - total_c[None, :], float("-inf")))
 
     _, xk = xx.reshape([2 * _N, _N, 2]).split()
@@ -336,11 +336,7 @@ def make_operands(
     origins = _origins(row, gl.where(v_live, entry, -1), C, W, STRIDE)
     v_at = (2 * H * K + key_head * (2 * V)) + column + (entry * 0)[:, None]
     rows: gl.constexpr = gl.SliceLayout(1, small_layout())
-    columns: gl.constexpr = gl.SliceLayout(0, small_layout())
-    of_rows = _gate_inputs(gates, ancestors_ptr, gl.arange(0, 2 * _N, layout=rows), n, G, STRIDE)
-    of_columns = _gate_inputs(
-        gates, ancestors_ptr, gl.arange(0, 2 * _N, layout=columns), n, G, STRIDE
-    )
+    of_nodes = _gate_inputs(gates, ancestors_ptr, gl.arange(0, 2 * _N, layout=rows), n, G, STRIDE)
 
     x0 = _convolved(raw0, taps_ptr, x_at, C)
     x1 = _convolved(raw1, taps_ptr, x_at + _COLUMNS, C)
@@ -394,7 +390,7 @@ def make_operands(
         b_low = es.index(2 * half + 1).permute((1, 0)).load(right)
         xe = _dot(a_high, a_low, b_high, b_low, xe)
     _systems(
-        xx, xe, solution, reads, of_rows, of_columns, log_g, g_ptr, decay_ptr, candidates, n,
+        xx, xe, solution, reads, of_nodes, log_g, g_ptr, decay_ptr, candidates, n,
         beta_scale, G, LOG,
     )  # fmt: skip
     fence_async_shared()
