@@ -125,6 +125,7 @@ def test_every_suite_names_cases_and_methods() -> None:
     assert len(jobs["commit"]) == 16
     assert len(jobs["log"]) == 20
     assert len(jobs["table1"]) == 6
+    assert len(jobs["waves"]) == 9
     for name, listed in jobs.items():
         for job in listed:
             names = [m.name for m in job.methods]

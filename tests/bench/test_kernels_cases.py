@@ -19,6 +19,7 @@ from specla.bench.kernel_cases import (
     pending_case,
     top_k_tree,
     tree_case,
+    wave_case,
     width_of,
 )
 from specla.bench.papers import FACTOR_BYTES_8, TABLE_1
@@ -104,6 +105,17 @@ def test_snapshots_move_states_per_node() -> None:
     assert moved.total / ours.total > 10
 
 
+def test_waves_move_a_state_per_branch() -> None:
+    case = wave_case(GDN, 64, 16)
+    assert case.name == "waves_n16_b64_8x256"
+    assert case.parents == tree_case(GDN, 64, 16).parents
+    state, ours = traffic.sizes(case).state, traffic.walk(case)
+    moved = traffic.waves(case)
+    # Eight leaves: the walk reads S once; chains start from S and seven stored states.
+    assert moved.read - ours.read == 7 * state
+    assert moved.written - ours.written == 7 * state
+
+
 def test_a_log_of_8_cuts_writes_by_less_than_its_length() -> None:
     def written(capacity: int) -> float:
         cases = log_cases(GDN, 1, capacity)
@@ -117,6 +129,10 @@ def test_transient_memory() -> None:
     size = traffic.transient_bytes(tree_case(GDN, 64, 16))
     assert size["state"] == 2 * 2**20
     assert size["snapshots"] // size["factors"] > 64
+    # SpecLA's 128x counts the recurrent part alone; conv inputs are there either way.
+    assert round(size["recurrent snapshots"] / size["recurrent factors"]) == 128
+    conv = size["factors"] - size["recurrent factors"]
+    assert size["snapshots"] - size["recurrent snapshots"] == 3 * conv
 
 
 def test_other_methods_count_what_they_touch() -> None:

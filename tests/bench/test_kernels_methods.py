@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from specla.bench import baselines, methods, triton_baselines
+from specla.bench import baselines, methods, triton_baselines, triton_waves
 from specla.bench.kernel_cases import Case, binary, chain, path_to
 from specla.bench.kernel_problem import Problem, error
 from specla.bench.methods import Method
 from specla.errors import KernelUnavailable
 from specla.ops.contract import RecurrentShape
+from specla.topology.schedule import Schedule
 
 # Two of the state kernel's tiles per head; K != V.
 SHAPE = RecurrentShape(
@@ -48,10 +50,13 @@ OURS = [
     pytest.param(TREE, baselines.separate_commit(), marks=pytest.mark.slow),
     pytest.param(CHAIN, methods.exact(pdl=False, with_prepare=False), marks=pytest.mark.slow),
     pytest.param(TREE, methods.fast(pdl=False), marks=pytest.mark.slow),
+    pytest.param(TREE, baselines.portable_walk(), marks=pytest.mark.slow),
+    pytest.param(CHAIN, baselines.portable_walk(), marks=pytest.mark.slow),
 ]
 BASELINES = [
     baselines.snapshots(),
     baselines.root_to_leaf(),
+    baselines.hybrid(),
     baselines.recovery("factors"),
     baselines.recovery("tokens"),
     baselines.recovery("tokens and projections"),
@@ -114,6 +119,44 @@ def test_chain_wy_takes_no_tree(built: Problem) -> None:
 def test_decode_in_place() -> None:
     method = baselines.decode_in_place()
     assert method.build(problem(DECODE)).check() <= method.tolerance
+
+
+def test_the_hybrid_stores_a_state_per_branching_node(
+    built: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What later waves start from is the reference's state after the node above them."""
+    kept: list[torch.Tensor] = []
+    allocate = triton_waves.Waves.allocate
+
+    def remembered(self: triton_waves.Waves, *size: Any) -> torch.Tensor:
+        kept.append(allocate(self, *size))
+        return kept[-1]
+
+    monkeypatch.setattr(triton_waves.Waves, "allocate", remembered)
+    assert baselines.hybrid().build(built).check() < 1e-6
+    parents = built.case.parents
+    schedule = Schedule.from_parents(parents)
+    stored = [(node, i) for node, i in enumerate(schedule.node_boundary) if i >= 0]
+    assert len(stored) == kept[0].shape[1] == (0 if built.case.is_chain else 2)
+    for node, i in stored:
+        assert error(kept[0][0, i], built.after(path_to(parents, node))) < 1e-6
+
+
+def test_hybrid_of_a_deep_tree() -> None:
+    """Three waves; a light chain that stores a state itself; a row with a log of its own."""
+    parents = (-1, 0, 0, 1, 1, 1, 2, 2, 3, 6)
+    case = replace(TREE, num_rows=1, parents=parents, path=(), ring_len=2, accepted=(0,))
+    schedule = Schedule.from_parents(parents)
+    assert schedule.num_waves == 3
+    assert baselines.hybrid().build(problem(case)).check() < 1e-6
+
+
+def test_a_hybrid_that_forgets_the_log_is_caught(
+    built: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = torch.empty(built.case.num_rows, 0, dtype=torch.int32)
+    monkeypatch.setattr(built, "entries", lambda: nothing)
+    assert baselines.hybrid().build(built).check() > 1e-2
 
 
 def test_a_wrong_method_is_caught(built: Problem, monkeypatch: pytest.MonkeyPatch) -> None:

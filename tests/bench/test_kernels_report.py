@@ -40,6 +40,10 @@ ROWS = [
     row("log16_b64_8x256", "log of 16", 45.0, suite="log"),
     row("top2_depth12_n16_8x256", "root to leaf", 60.0, suite="table1"),
     row("top2_depth12_n16_8x256", STATE_ONLY, 12.0, suite="table1"),
+    row("top2_depth12_n16_8x256", "hybrid in waves", 15.0, suite="table1"),
+    row("waves_n32_b8_8x256", STATE_ONLY, 20.0, suite="waves"),
+    row("waves_n32_b8_8x256", "portable walk", 25.0, suite="waves"),
+    row("waves_n32_b8_8x256", "hybrid in waves", 35.0, suite="waves"),
 ]
 
 
@@ -79,7 +83,22 @@ def test_the_other_tables(found: dict[str, Metric]) -> None:
     assert found["log16_ar_b64_speedup"].value == 72 / 45
     assert found["log16_ar_b64_write_cut"].value == 8.0
     assert found["table1_2_12_16_serial_over_r2l"].value == 5.0
+    assert found["table1_2_12_16_hybrid_over_r2l"].value == 4.0
+    assert found["waves_n32_b8_8x256_exact_over_hybrid"].value == 1.75
+    assert found["waves_n32_b8_8x256_portable_over_hybrid"].value == 1.4
+    assert found["waves_n16_b8_8x256_exact_over_hybrid"].value is None
     assert found["recovery_tokens_over_factors_len3"].value == 1.5
+
+
+def test_memory_is_counted_with_and_without_conv_inputs(found: dict[str, Metric]) -> None:
+    whole, part = (found[f"state_memory_n16_8x256_{name}_cut"] for name in ("whole", "recurrent"))
+    assert part.value == pytest.approx(127.75, abs=0.01)
+    assert whole.value == pytest.approx(74.3, abs=0.1)
+    assert part.baseline == "a state per node: 32.00 MiB"
+    assert part.notes == (
+        "factors: 256.5 KiB per row and layer; conv inputs left out; counted, not measured"
+    )
+    assert not any(name.startswith("state_memory_n16_16x") for name in found)
 
 
 def test_csv_rows_hold_only_what_was_measured(tmp_path: Path) -> None:
@@ -132,10 +151,16 @@ def test_the_report_has_every_part(tmp_path: Path) -> None:
     text = (tmp_path / "README.md").read_text()
     for part in ("## Figures", "## Beside the papers", "## Why they differ", "## Rows: tree"):
         assert part in text
-    assert "| 2, 12, 16 | 22.5 ms | 1.31x | 0.58x | 2.2x | 60.0 us | 5.00x | missing |" in text
+    assert (
+        "| 2, 12, 16 | 22.5 ms | 1.31x | 0.58x | 2.2x | 60.0 us | 5.00x | missing | 4.00x |"
+        in text
+    )
     assert "| 16 | 0.62x, 2.00x |" not in text
     assert "| 3 | 1.50x | missing |" in text
-    assert "| 8x256 | 8 | 2.0 MiB |" in text
+    assert (
+        "| 8x256 | 8 | 2.0 MiB | 16.3 MiB | 224.2 KiB | 74x | 16.0 MiB | 128.2 KiB | 128x |"
+        in text
+    )
     assert max(map(len, kernel_page.DIFFERENCES.splitlines())) < 100
     for image in written[1:]:
         assert image.name in text

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specla.bench import bytes as traffic
 from specla.bench import triton_baselines as kernels
+from specla.bench import triton_waves as waves
 from specla.bench.bytes import Traffic
 from specla.bench.kernel_cases import Case, width_of
 from specla.bench.kernel_problem import Problem, error
@@ -21,6 +22,7 @@ from specla.bench.methods import TF32, Launch, Method, Runner, bound, poison
 from specla.errors import KernelUnavailable
 from specla.ops.contract import LayerState
 from specla.ops.gdn import Inputs
+from specla.ops.gdn import triton as triton_gdn
 
 OnLayer = Callable[[LayerState], None]
 
@@ -68,6 +70,68 @@ def root_to_leaf() -> Method:
         return _stateless(problem, run, o, traffic.paths(problem.case))
 
     return Method(name="root to leaf", scope="state", build=build)
+
+
+def hybrid() -> Method:
+    """SpecLA's form: heavy-light chains in waves, a launch each, states where a branch begins
+    through memory. The log is replayed, and folded where that is due, by the root's chain; what
+    is not folded is not moved to the ring. One buffer of states serves all layers."""
+
+    def build(problem: Problem) -> Runner:
+        case, x = problem.case, contiguous(problem.truth.x)
+        tree = waves.Waves.compile(case.parents, problem.device)
+        saved = tree.allocate(case.shape, case.num_rows)
+        o, u, entries = empty_output(problem), empty_output(problem), problem.entries()
+
+        def run(layer: LayerState) -> None:
+            log = waves.Log(layer.factors, entries, case.fold_due)
+            waves.walk(layer.S, problem.slots, log, tree, saved, x, u, o, shape=case.shape)
+
+        def check() -> float:
+            layer = problem.fresh_layer()
+            for written in (o, u, saved):
+                poison(written)
+            run(layer)
+            found = [error(o, problem.truth.o), error(u, problem.truth.u)]
+            if case.fold_due:
+                found.append(error(layer.S[problem.slots.long()], problem.truth.live))
+            return max(found)
+
+        calls = bound(problem.layers, [run])
+        return Runner(calls, len(problem.layers), check, traffic.waves(case))
+
+    return Method(name="hybrid in waves", scope="state", build=build)
+
+
+def portable_walk() -> Method:
+    """Our state kernel as it is anywhere but on Hopper: the hybrid's arithmetic and layout, with
+    branches from a checkpoint, hence smaller tiles, and with a tree cut into runs for few rows."""
+
+    def build(problem: Problem) -> Runner:
+        launch, case = Launch.bind(problem, pdl=False), problem.case
+        branching = not case.is_chain
+        programs = case.num_rows * problem.round.walk.shape[1]
+        tile = triton_gdn.tile_for(case.shape, programs, branching=branching)
+
+        def verify(layer: LayerState) -> None:
+            triton_gdn.walk(
+                layer,
+                launch.round,
+                launch.workspace,
+                shape=case.shape,
+                log_capacity=case.log_capacity,
+                threshold=case.threshold,
+                tile=tile,
+                branching=branching,
+            )
+
+        for layer in problem.layers:
+            launch.prepare(layer)
+        calls = bound(problem.layers, [verify])
+        moved = traffic.walk(case)
+        return Runner(calls, len(problem.layers), lambda: launch.check(verify), moved)
+
+    return Method(name="portable walk", scope="state", build=build)
 
 
 def decode_in_place() -> Method:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specla.bench.kernel_cases import Case
+from specla.topology.schedule import Schedule
 
 FLOAT, HALF = 4, 2
 
@@ -66,12 +67,15 @@ def sizes(case: Case) -> Sizes:
 
 
 def transient_bytes(case: Case) -> dict[str, int]:
-    """Memory per sequence and layer that exists only for one verify's candidates."""
+    """Memory per sequence and layer that exists only for one verify's candidates; "recurrent" is
+    the part without the convolution's inputs."""
     one, n = sizes(case), case.num_nodes
     rows, taps = case.num_rows, case.shape.conv_width - 1
     return {
         "snapshots": (n * one.state + n * taps * one.conv) // rows,
         "factors": (n * one.factor + n * one.conv) // rows,
+        "recurrent snapshots": n * one.state // rows,
+        "recurrent factors": n * one.factor // rows,
         "state": one.state // rows,
     }
 
@@ -103,6 +107,17 @@ def snapshots(case: Case, *, commit: bool) -> Traffic:
     copies = n + int(commit)
     io_read, io_written = n * one.node_in, n * one.node_out
     return Traffic(read=copies * one.state + io_read, written=copies * one.state + io_written)
+
+
+def waves(case: Case) -> Traffic:
+    """Heavy-light chains: the root's reads S and the log, every other one a stored state; one is
+    stored per branching node, and S where the fold is due."""
+    one, n, schedule = sizes(case), case.num_nodes, Schedule.from_parents(case.parents)
+    stored = schedule.num_boundaries + int(case.fold_due)
+    return Traffic(
+        read=schedule.num_chains * one.state + case.log_len * one.factor + n * one.node_in,
+        written=stored * one.state + n * (one.node_u + one.node_out),
+    )
 
 
 def read_only_verify(case: Case) -> Traffic:

@@ -8,7 +8,7 @@ a fold due; a chain has 8 pending factors, on both sides, and room in its log.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specla.errors import ConfigError
 from specla.ops.contract import RecurrentShape
@@ -19,6 +19,9 @@ BATCH = 64
 LENGTHS = range(1, 9)
 CAPACITIES = (0, 4, 8, 16, 32)
 LOG_BATCHES = (1, 4, 16, 64)
+# Nodes and rows of trees in waves; nodes of the trees whose memory is counted.
+WAVE_NODES, WAVE_BATCHES = (16, 32, 64), (1, 8, 64)
+MEMORY_NODES = (8, 16, 32)
 # A drafter's chance that the r-th best child is the right one: only orders nodes of test trees.
 RANK_COST = (0.5, 1.6, 2.3, 3.0)
 
@@ -180,6 +183,12 @@ def tree_case(shape: RecurrentShape, num_rows: int, num_nodes: int) -> Case:
         threshold=0,
         accepted=accepted,
     )
+
+
+def wave_case(shape: RecurrentShape, num_rows: int, num_nodes: int) -> Case:
+    """The tables' tree row by the suite of waves."""
+    name = f"waves_n{num_nodes}_b{num_rows}_{label(shape)}"
+    return replace(tree_case(shape, num_rows, num_nodes), name=name)
 
 
 def chain_case(shape: RecurrentShape, num_rows: int, num_nodes: int) -> Case:

@@ -10,12 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from specla.bench.kernel_cases import BATCH, CAPACITIES, LENGTHS, LOG_BATCHES
+from specla.bench.bytes import transient_bytes
+from specla.bench.kernel_cases import (
+    BATCH,
+    CAPACITIES,
+    LENGTHS,
+    LOG_BATCHES,
+    MEMORY_NODES,
+    SHAPES,
+    WAVE_BATCHES,
+    WAVE_NODES,
+    label,
+    tree_case,
+)
 from specla.bench.kernel_rows import Row
 from specla.bench.papers import TABLE_1
 
 MODES = ("exact", "fast")
 STATE_ONLY = "exact, state only, no overlap"
+HYBRID, PORTABLE = "hybrid in waves", "portable walk"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +67,7 @@ class Measured:
 def metrics(rows: Sequence[Row]) -> list[Metric]:
     """Every figure of the suites that ran."""
     found = Measured(rows)
-    parts = (_trees, _chains, _single, _commits, _logs, _tables, _recoveries)
+    parts = (_trees, _chains, _single, _commits, _logs, _tables, _waves, _recoveries, _memory)
     return [metric for part in parts for metric in part(found)]
 
 
@@ -116,6 +129,7 @@ def _tables(found: Measured) -> Iterator[Metric]:
     methods = {
         "serial": STATE_ONLY,
         "wy": "fast, state only, no overlap",
+        "hybrid": HYBRID,
         "snapshots": "snapshot per node",
     }
     for shape in found.labels("table1"):
@@ -128,6 +142,16 @@ def _tables(found: Measured) -> Iterator[Metric]:
                 )
 
 
+def _waves(found: Measured) -> Iterator[Metric]:
+    for shape in found.labels("waves"):
+        for rows in WAVE_BATCHES:
+            for nodes in WAVE_NODES:
+                case = f"waves_n{nodes}_b{rows}_{shape}"
+                theirs = found.one(case, HYBRID)
+                for name, method in (("exact", STATE_ONLY), ("portable", PORTABLE)):
+                    yield speedup(f"{case}_{name}_over_hybrid", found.one(case, method), theirs)
+
+
 def _recoveries(found: Measured) -> Iterator[Metric]:
     for shape in found.labels("recovery"):
         for n in LENGTHS:
@@ -137,6 +161,23 @@ def _recoveries(found: Measured) -> Iterator[Metric]:
                 theirs = found.one(case, f"recover from {name}")
                 word = name.replace(" and ", "_")
                 yield speedup(f"recovery_{word}_over_factors_len{n}", ours, theirs)
+
+
+def _memory(found: Measured) -> Iterator[Metric]:
+    """Of the presets that ran one row. Counted: the recurrent part is what SpecLA counts."""
+    shapes = {label(shape): shape for shape in SHAPES.values()}
+    for name in found.labels("single"):
+        for nodes in MEMORY_NODES if name in shapes else ():
+            size = transient_bytes(tree_case(shapes[name], 1, nodes))
+            for part in ("", "recurrent "):
+                states, factors = size[f"{part}snapshots"], size[f"{part}factors"]
+                yield Metric(
+                    name=f"state_memory_n{nodes}_{name}_{part.strip() or 'whole'}_cut",
+                    value=states / factors,
+                    baseline=f"a state per node: {states / 2**20:.2f} MiB",
+                    notes=f"factors: {factors / 2**10:.1f} KiB per row and layer; conv inputs "
+                    f"{'left out' if part else 'included'}; counted, not measured",
+                )
 
 
 def speedup(name: str, ours: Row | None, theirs: Row | None) -> Metric:

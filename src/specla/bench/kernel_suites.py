@@ -14,6 +14,8 @@ from specla.bench.kernel_cases import (
     LENGTHS,
     LOG_BATCHES,
     LOG_CAPACITY,
+    WAVE_BATCHES,
+    WAVE_NODES,
     Case,
     chain_case,
     label,
@@ -21,6 +23,7 @@ from specla.bench.kernel_cases import (
     pending_case,
     top_k_tree,
     tree_case,
+    wave_case,
 )
 from specla.bench.kernels import Job
 from specla.bench.methods import Method, exact, fast, log_period
@@ -113,12 +116,32 @@ def table1(plan: Plan) -> list[Job]:
             methods=[
                 exact(pdl=False, with_prepare=False),
                 fast(pdl=False, with_prepare=False),
+                baselines.hybrid(),
                 baselines.root_to_leaf(),
                 baselines.snapshots(),
             ],
             baseline="root to leaf",
         )
         for k, depth, nodes in TABLE_1
+    ]
+
+
+def waves(plan: Plan) -> list[Job]:
+    """Branches from a checkpoint in registers against branches from stored states (ADR 0012):
+    with the engine's kernel, and with the one that has the hybrid's layout and tiles."""
+    return [
+        Job(
+            suite="waves",
+            case=wave_case(plan.shapes[0], rows, nodes),
+            methods=[
+                exact(pdl=False, with_prepare=False),
+                baselines.portable_walk(),
+                baselines.hybrid(),
+            ],
+            baseline="hybrid",
+        )
+        for rows in WAVE_BATCHES
+        for nodes in WAVE_NODES
     ]
 
 
@@ -146,6 +169,7 @@ SUITES: dict[str, Callable[[Plan], list[Job]]] = {
     "log": log,
     "table1": table1,
     "recovery": recovery,
+    "waves": waves,
 }
 
 

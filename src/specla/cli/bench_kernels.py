@@ -44,7 +44,8 @@ def kernels(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="tree, chain, single, commit, log, table1, recovery; repeatable. Default: all."
+            help="tree, chain, single, commit, log, table1, recovery, waves; repeatable. Default: "
+            "all."
         ),
     ] = None,
     budget: Annotated[
