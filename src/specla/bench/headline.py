@@ -122,7 +122,7 @@ def part_ratios(samples: Sequence[Sample], method: str) -> dict[str, float]:
         for part in parts if name == method else ():
             if pairs := _pairs([one for one in mine if one.prompt.part == part], plain):
                 own, base = (_work(done) for done in zip(*pairs, strict=True))
-                found[f"{suite}, {part}"] = _speed(own) / _speed(base)
+                found[f"{suite}, {part}"] = float(_speed(own) / _speed(base))
     return found
 
 
@@ -175,7 +175,7 @@ def _score(suite: str, method: str, mine: Sequence[Sample], plain: Sequence[Samp
         prompts=len(mine),
         failed=len(mine) - len(pairs),
         tokens=int(own[:, 0].sum()),
-        speed=_speed(own),
+        speed=float(_speed(own)),
         tau=own[:, 0].sum() / max(rounds, 1),
         ratio=_over(own, base),
         ratio_clean=None if all(loops) else _over(own[~np.array(loops)], base[~np.array(loops)]),
@@ -211,19 +211,20 @@ def _over(own: np.ndarray, base: np.ndarray) -> Ratio:
     return bootstrap(lambda at: _speed(own[at]) / _speed(base[at]), len(own))
 
 
-def _speed(work: np.ndarray) -> float:
-    tokens, seconds = work.sum(0)
-    return float(tokens / seconds) if seconds > 0 else 0.0
+def _speed(work: np.ndarray) -> np.ndarray:
+    """[..., n, 2] -> tokens per second [...]."""
+    tokens, seconds = np.moveaxis(work.sum(-2), -1, 0)
+    speed: np.ndarray = np.divide(tokens, seconds, out=np.zeros_like(tokens), where=seconds > 0)
+    return speed
 
 
-def bootstrap(ratio: Callable[[np.ndarray], float], count: int, seed: int = 0) -> Ratio:
+def bootstrap(ratio: Callable[[np.ndarray], np.ndarray], count: int, seed: int = 0) -> Ratio:
     """A ratio over `count` prompts, one at least, and its spread over resampled ones: `ratio` gets
-    their numbers."""
+    their numbers [..., count] and gives one for each row [...]."""
     assert count > 0, "a ratio over no prompts"
-    rng = np.random.default_rng(seed)
-    again = [ratio(rng.integers(0, count, count)) for _ in range(RESAMPLES)]
-    low, p10, p90, high = np.percentile(again, [INTERVAL[0], 10, 90, INTERVAL[1]])
-    value = ratio(np.arange(count))
+    drawn = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    low, p10, p90, high = np.percentile(ratio(drawn), [INTERVAL[0], 10, 90, INTERVAL[1]])
+    value = float(ratio(np.arange(count)))
     return Ratio(value=value, low=float(low), high=float(high), p10=float(p10), p90=float(p90))
 
 
@@ -238,10 +239,10 @@ def tau_ratio(samples: Sequence[Sample], suite: str, method: str, base: str) -> 
         [[len(c.token_ids), c.speculation.rounds] for pair in pairs for c, _ in pair], dtype=float
     ).reshape(-1, 2, 2)
 
-    def ratio(at: np.ndarray) -> float:
-        tokens, rounds = counts[at].sum(0).T
+    def ratio(at: np.ndarray) -> np.ndarray:
+        tokens, rounds = np.moveaxis(counts[at].sum(-3), -1, 0)
         taus = tokens / np.maximum(rounds, 1)
-        return float(taus[0] / taus[1])
+        return np.asarray(taus[..., 0] / taus[..., 1])
 
     return bootstrap(ratio, len(pairs)) if pairs else None
 

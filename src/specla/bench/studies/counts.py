@@ -51,9 +51,9 @@ def over_rounds(tallies: Sequence[Tally], count: Callable[[Tally], int]) -> Rati
     """A count of rounds over all of them."""
     table = np.array([(count(t), t.rounds) for t in tallies], dtype=float).reshape(-1, 2)
 
-    def ratio(at: np.ndarray) -> float:
-        total, rounds = table[at].sum(0)
-        return float(total / max(rounds, 1))
+    def ratio(at: np.ndarray) -> np.ndarray:
+        total, rounds = np.moveaxis(table[at].sum(-2), -1, 0)
+        return np.asarray(total / np.maximum(rounds, 1))
 
     return bootstrap(ratio, len(table))
 
@@ -65,10 +65,10 @@ def tau_over(mine: Sequence[Answer], base: Sequence[Answer]) -> Ratio:
         [[(t.tokens, t.rounds) for t in pair] for pair in pairs], dtype=float
     ).reshape(-1, 2, 2)
 
-    def ratio(at: np.ndarray) -> float:
-        tokens, rounds = table[at].sum(0).T
-        own, other = tokens / np.maximum(rounds, 1)
-        return float(own / max(other, 1e-9))
+    def ratio(at: np.ndarray) -> np.ndarray:
+        tokens, rounds = np.moveaxis(table[at].sum(-3), -1, 0)
+        taus = tokens / np.maximum(rounds, 1)
+        return np.asarray(taus[..., 0] / np.maximum(taus[..., 1], 1e-9))
 
     return bootstrap(ratio, len(table))
 
