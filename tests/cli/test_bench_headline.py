@@ -15,14 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from headline_data import MIXED_KINDS, make_data
 
+from specla.bench.measure import Method
 from specla.cli import headline_steps, main
 from specla.cli.bench_headline import _verdict
 from specla.cli.headline_progress import Plan, Progress
 from specla.cli.headline_steps import contenders
 from specla.cli.headline_suites import suites
-from specla.errors import ConfigError
+from specla.cli.headline_trials import Trials, command
+from specla.cli.options import EngineOptions
+from specla.errors import ConfigError, SpeclaError
 
 CAPTURE = pytest.CaptureFixture[str]
 
@@ -185,6 +189,84 @@ def test_flas_loop_is_not_begun_without_time(
     found = headline_steps._foreign(plan(tmp_path), None, [], None, past, missing)  # type: ignore[arg-type]
     assert found == []
     assert missing == {"FLA-SD": headline_steps.NO_TIME}
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_answers_are_kept_before_anything_else_can_fail(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: CAPTURE
+) -> None:
+    """A GPU on which a kernel has failed gives no memory back either."""
+    asked = plan(tmp_path / "w", data=data)
+    progress = Progress(asked)
+    progress.finish("drafters", {"entries": []})
+    bad, run = Method(name="AR", run=broken), SimpleNamespace(tokenizer=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(headline_steps, "_methods", lambda *_: ([bad], run))
+    monkeypatch.setattr("specla.cli.records.run_record", lambda *_: {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    monkeypatch.setattr(headline_steps, "_batches", lambda *_: pytest.fail("a machine's limit"))
+    with pytest.raises(pytest.fail.Exception, match="a machine's limit"):
+        headline_steps._measure(asked, progress, time.monotonic() + 60, None)
+    kept = [json.loads(line) for line in (tmp_path / "w/texts.jsonl").read_text().splitlines()]
+    assert [one["suite"] for one in kept] == ["gsm8k", "humaneval", "mixed"]
+    assert "no memory could be given back: an illegal memory access" in capsys.readouterr().err
+
+
+def test_what_fails_or_hangs_in_its_trial_is_not_measured_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad address would end the process in which all are measured."""
+    child = {
+        "eagle": "pass",
+        "block": "import sys; print('specla: error: bad address', file=sys.stderr); sys.exit(1)",
+        "block-more": "import os; os.abort()",
+    }
+    entries = {name: {"missing": None, "checkpoint": name} for name in child}
+
+    def command(options: EngineOptions, prompt: str) -> list[str]:
+        return [sys.executable, "-c", child[options.drafter.partition(":")[2]]]
+
+    llm = SimpleNamespace(tokenizer=SimpleNamespace(has_chat_template=True))
+    monkeypatch.setattr(headline_steps, "command", command)
+    monkeypatch.setattr(headline_steps, "load", lambda *_: llm)
+    missing: dict[str, str] = {}
+    on_gpu = plan(tmp_path, device="cuda")
+    methods, _ = headline_steps._methods(on_gpu, entries, missing, "?", None)
+    assert [one.name for one in methods] == [
+        "AR", "ngram", "chain", "tree", "tree + pruning", "tree, budget",
+    ]  # fmt: skip
+    assert missing == {
+        "block": "in a process of its own it failed (1) and said: specla: error: bad address",
+        "block, trained on": "in a process of its own it failed (-6) and said: nothing",
+        "block + reader": "no reader-joint was trained",
+    }
+
+
+def test_a_trial_that_does_not_end_is_given_up() -> None:
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    trials = Trials({"x": sleeps}, seconds=0.2)
+    with pytest.raises(SpeclaError, match=r"within 0.2 s, and in a process of its own it did not"):
+        trials.check("x")
+    trials.check("who was not begun")
+    trials.end()
+    assert trials._trials["x"].process.returncode is not None
+
+
+def test_a_trial_is_an_answer_by_the_same_engine(capsys: CAPTURE) -> None:
+    options = EngineOptions(
+        model="demo", drafter="ngram", device="cpu", max_slots=1, max_nodes=8, budget="off",
+        drafter_options={"num_draft_tokens": 3},
+    )  # fmt: skip
+    program, *line = command(options, "-1 + 1 =\n1 + 1 =")
+    assert (program, line[:2]) == (sys.executable, ["-m", "specla"])
+    assert main(line[2:]) == 0
+    (done,) = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert done["engine"]["drafter"] == "ngram"
+    assert (done["engine"]["max_slots"], done["engine"]["max_nodes"]) == (1, 8)
+    assert done["engine"]["drafter_options"] == {"num_draft_tokens": 3}
 
 
 @pytest.mark.slow

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specla.cli.console import Tick, note
+from specla.cli.failure import one_line
 from specla.cli.headline_progress import DRAFTERS, MEASURE, STEPS, TARGET, Plan, Progress
+from specla.cli.headline_trials import Trials, command
 from specla.cli.loading import checked, load, prompt_format, runner, user_turn
 from specla.cli.options import EngineOptions
 from specla.cli.records import dumps
@@ -128,8 +131,12 @@ def _free() -> None:
     import torch
 
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    except what_may_fail() as error:
+        # A kernel has failed, so that nothing works on this GPU. What was measured still counts.
+        note(f"no memory could be given back: {one_line(str(error))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +178,13 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
     wanted, params = _prompts(plan)
     entries = {one["name"]: one for one in progress.need(DRAFTERS)["entries"]}
     missing: dict[str, str] = {}
-    methods, run = _methods(plan, entries, missing, tick)
+    order = bench.in_turn(wanted)
+    methods, run = _methods(plan, entries, missing, order[0].text, tick)
     single, batch = (began + share * (deadline - began) for share in (SINGLE, BATCHES))
     count = (lambda done, total: tick("measuring", done, total)) if tick else None
-    order = bench.in_turn(wanted)
     samples = bench.take_turns(methods, order, params, single, count)
+    # What fails from here on, or is ended by a machine's time limit, does not take them along.
+    _keep_texts(plan.work / "texts.jsonl", samples)
     record, tokenizer = run_record(run, str(plan.size)), run.tokenizer
     del methods, run
     _free()
@@ -252,10 +261,8 @@ def _foreign(
         return []
 
 
-def _load(
-    plan: Plan, one: Contender, entries: Mapping[str, Any], slots: int, tick: Tick | None
-) -> LLM:
-    """An engine of a contender.
+def _options(plan: Plan, one: Contender, entries: Mapping[str, Any], slots: int) -> EngineOptions:
+    """Of a contender's engine.
 
     Raises:
         SpeclaError: it cannot be had; the message says why.
@@ -267,29 +274,46 @@ def _load(
             raise SpeclaError(entry["missing"] if entry else f"no {one.trained} was trained")
         drafter = f"{drafter}:{entry['checkpoint']}"
     options = _engine(plan, drafter, slots=slots, budget=one.budget)
-    return load(replace(options, drafter_options=one.options), tick)
+    return replace(options, drafter_options=one.options)
+
+
+def _trials(plan: Plan, entries: Mapping[str, Any], prompt: str) -> Trials:
+    """Of the trained ones that there are, on a GPU."""
+    commands: dict[str, list[str]] = {}
+    for one in contenders() if plan.device != "cpu" else ():
+        if one.trained is not None:
+            with suppress(SpeclaError):  # who loads it next says why
+                commands[one.name] = command(_options(plan, one, entries, 1), prompt)
+    return Trials(commands)
 
 
 def _methods(
-    plan: Plan, entries: Mapping[str, Any], missing: dict[str, str], tick: Tick | None
-) -> tuple[list[Method], LLM]:
-    """Those that can be loaded, and AR's engine; the others into `missing`."""
+    plan: Plan, entries: Mapping[str, Any], missing: dict[str, str], prompt: str,
+    tick: Tick | None,
+) -> tuple[list[Method], LLM]:  # fmt: skip
+    """Those that can be loaded, and AR's engine; the others into `missing`. prompt: to try them
+    with first, as one that fails on a GPU would take all others with it."""
     from specla.bench.measure import Method
 
     methods: list[Method] = []
     plain: LLM | None = None
-    for one in contenders():
-        note(f"loading {one.name}")
-        try:
-            llm = _load(plan, one, entries, 1, tick)
-        except what_may_fail() as error:
-            if plain is None:
-                raise
-            missing[one.name] = str(error).split("\n")[0]
-            note(f"{one.name} is missing: {missing[one.name]}")
-            continue
-        plain = plain or llm
-        methods.append(Method(name=one.name, run=runner(llm, prompt_format(llm, None))))
+    trials = _trials(plan, entries, prompt)
+    try:
+        for one in contenders():
+            note(f"loading {one.name}")
+            try:
+                trials.check(one.name)
+                llm = load(_options(plan, one, entries, 1), tick)
+            except what_may_fail() as error:
+                if plain is None:
+                    raise
+                missing[one.name] = str(error).split("\n")[0]
+                note(f"{one.name} is missing: {missing[one.name]}")
+                continue
+            plain = plain or llm
+            methods.append(Method(name=one.name, run=runner(llm, prompt_format(llm, None))))
+    finally:
+        trials.end()
     assert plain is not None
     return methods, plain
 
@@ -315,7 +339,7 @@ def _batches(
     by_name = {one.name: one for one in contenders()}
     try:
         engines = [
-            _load(plan, by_name[which], entries, plan.batch, tick)
+            load(_options(plan, by_name[which], entries, plan.batch), tick)
             for which in (bench.AR, bench.BUDGET)
         ]
     except what_may_fail() as error:
