@@ -175,3 +175,18 @@ def test_what_was_measured_before_it_failed_is_kept(
     assert len(path.read_text().splitlines()) == 2
     assert main(["bench", "round", "--from", str(path)]) == 0
     assert "945.0" in capsys.readouterr().out
+
+
+def test_figures_are_kept_before_the_next_one_fails(
+    device: None, capsys: CAPTURE, tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    def failing(model: Any) -> list[Metric]:
+        raise RuntimeError("the engine broke")
+
+    monkeypatch.setattr("specla.bench.rounds.run.__defaults__", (tuple(SIZES), None))
+    monkeypatch.setattr("specla.bench.rounds.busy_metrics", failing)
+    path = tmp_path / "r" / "rows.jsonl"
+    assert main(["bench", "round", "--commit", "abc", "--report", str(path.parent)]) == 1
+    assert "the engine broke" in capsys.readouterr().err
+    records = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [r["record"] for r in records] == ["round"] * 6 + ["metric"] * 7

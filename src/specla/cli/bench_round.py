@@ -115,16 +115,21 @@ def _measured(
             keep(time)
             note(f"{time.rows} rows of {time.nodes} nodes: {time.us:.1f} us")
 
+        found: list[Metric] = []
+
+        def add(more: list[Metric]) -> None:
+            found.extend(more)
+            for metric in more:
+                keep(metric)
+
         times = bench.run(model, tick=tick)
-        found = bench.metrics(times, model.read_bytes, run.bandwidth)
+        add(bench.metrics(times, model.read_bytes, run.bandwidth))
         if busy:
-            found += bench.busy_metrics(model)
+            add(bench.busy_metrics(model))
             note(f"{found[-2].notes}; {found[-1].notes}")
         if fla:
             step = next(t for t in times if (t.rows, t.nodes) == (1, 1))
-            found += bench.fla_metrics(step.us)
-        for metric in found:
-            keep(metric)
+            add(bench.fla_metrics(step.us))
     return run, times, found
 
 
