@@ -278,13 +278,14 @@ def _options(plan: Plan, one: Contender, entries: Mapping[str, Any], slots: int)
 
 
 def _trials(plan: Plan, entries: Mapping[str, Any], prompt: str) -> Trials:
-    """Of the trained ones that there are, on a GPU."""
+    """Of the trained ones that there are, on a GPU; AR for control."""
+    plain, *others = contenders()
     commands: dict[str, list[str]] = {}
-    for one in contenders() if plan.device != "cpu" else ():
-        if one.trained is not None:
+    for one in (plain, *others) if plan.device != "cpu" else ():
+        if one is plain or one.trained is not None:
             with suppress(SpeclaError):  # who loads it next says why
                 commands[one.name] = command(_options(plan, one, entries, 1), prompt)
-    return Trials(commands)
+    return Trials(commands, control=plain.name)
 
 
 def _methods(
