@@ -32,12 +32,16 @@ def captured(
     time need one each. pool: memory to share with graphs that never do, and whose tensors nobody
     keeps.
     """
-    stream = stream or capture_stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        launch()
-    torch.cuda.current_stream().wait_stream(stream)
+    stream, here = stream or capture_stream(), torch.cuda.current_stream()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        found = launch()
+    stream.wait_stream(here)
+    try:
+        # Around the capture as well: torch leaves the stream of one that fails the current one.
+        with torch.cuda.stream(stream):
+            launch()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                found = launch()
+    finally:
+        # Also for what was launched before something failed.
+        here.wait_stream(stream)
     return graph, found
