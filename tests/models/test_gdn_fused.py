@@ -102,6 +102,16 @@ def test_rounds_agree_with_the_cpu_decoder(
             torch.testing.assert_close(tail2, tail, rtol=1e-4, atol=1e-5)
 
 
+def test_ready_gates_take_the_room_of_rows_that_mix(tmp_path: Path) -> None:
+    """Not of every node of the largest round, as outputs do."""
+    decoder = fused(load(tmp_path))
+    for mix_rows, max_rows, room in ((0, 16, 0), (16, 256, 16), (16, 257, 16)):
+        decoder._mix_rows = mix_rows
+        decoder.reserve(max_rows)
+        assert len(decoder.buffers.gates) == room
+        assert decoder.buffers.gates.shape[1:] == decoder.buffers.workspace.o.shape[1:]
+
+
 def test_the_kernel_is_each_rounds_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of two modes on one model: neither decides for the other."""
     model = load(tmp_path, **GROUPED)

@@ -82,7 +82,10 @@ class _Buffers:
         self.partials = empty(partials, dtype=torch.float32)
         self.logits = empty(max_rows, vocab, dtype=torch.float32)
         self.workspace = gdn.Workspace.allocate(s, max_rows, dtype, device)
-        self.gates = torch.empty_like(self.workspace.o)
+        # Of `Options.gates`: for the rows whose o_proj mixes, a few at most.
+        self.gates = self.workspace.o.new_empty(
+            min(max_rows, model._mix_rows), s.num_value_heads, s.value_dim
+        )
 
 
 class FusedDecoder:
