@@ -299,9 +299,14 @@ def one_by_one(rows: Rows) -> Rows:
 
 
 def prepared(
-    rows: Rows, w: Layer, shape: RecurrentShape, span: kernels.Span | None = None
+    rows: Rows,
+    w: Layer,
+    shape: RecurrentShape,
+    span: kernels.Span | None = None,
+    *,
+    gated: bool = True,
 ) -> list[Tensor]:
-    """q, v, beta, k, g, conv inputs and gates [M, ...] of every node."""
+    """q, v, beta, k, g, conv inputs and, where it makes them, gates [M, ...] of every node."""
     (num_rows, num_nodes), device = rows.parents.shape, rows.y.device
     entries, channels = max(num_nodes, 3), shape.conv_channels
     ints = partial(torch.full, dtype=torch.int32, device=device)
@@ -329,7 +334,7 @@ def prepared(
     )
     workspace = kernels.Workspace.allocate(shape, len(rows.y), rows.y.dtype, device)
     layer = LayerState(empty(()), factors, tail, inputs)
-    gates = empty(workspace.o.shape)
+    gates = empty(workspace.o.shape) if gated else None
     kernels.prepare(
         layer, rnd, rows.y, w.conv.t().contiguous(), w.A, w.dt_bias, workspace, shape=shape,
         log_capacity=0, span=span, gate=gates,
@@ -338,17 +343,21 @@ def prepared(
     written = slice(entries, entries + num_nodes)
     records = [factors.k[:, written], factors.g[:, written], inputs[:, 1, :num_nodes]]
     records = [x.flatten(0, 1) for x in records]
-    return [workspace.q, workspace.v, workspace.beta, *records, gates]
+    made = [workspace.q, workspace.v, workspace.beta, *records]
+    return made if gates is None else [*made, gates]
 
 
 def assert_bits_are_the_nodes_own(
     rows: Rows, w: Layer, shape: RecurrentShape, spans: tuple[kernels.Span, ...]
 ) -> None:
-    """Alone under a log, in its tree, its tree alone or among others, however it is cut."""
+    """Alone under a log, in its tree, its tree alone or among others, however it is cut, with
+    gates or without."""
     alone = prepared(one_by_one(rows), w, shape)
     assert all(x.isfinite().all() for x in alone)
     for span in (None, *spans):
         assert all(map(torch.equal, prepared(rows, w, shape, span), alone)), span
+        plain = prepared(rows, w, shape, span, gated=False)
+        assert all(map(torch.equal, plain, alone[:-1])), span
     num_nodes = rows.parents.shape[1]
     first = prepared(Rows(rows.parents[:1], rows.y[:num_nodes], rows.above[:1]), w, shape)
     assert all(torch.equal(x, y[:num_nodes]) for x, y in zip(first, alone, strict=True))
