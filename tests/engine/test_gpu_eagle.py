@@ -9,6 +9,7 @@ test_gpu_free.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from behind import Turns
 from eagle_toy import toy_config, write_drafter
 from test_eagle_device import Game
+from test_gpu_free import no_waiting
 
 from specla.bench.random_model import RandomGDN, gdn_1_3b
 from specla.drafters.base import DeviceDrafter, Drafter, Shape
@@ -205,3 +207,28 @@ def test_a_row_alone_goes_on_in_another_shape(
     assert first.token_ids == again.token_ids == plain
     assert first.speculation == again.speculation
     assert first.speculation.tokens_per_round > 1.8
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (DeviceEagle, {}),
+        (EagleDrafter, {}),
+        (EagleDrafter, {"mixer": "attention", "num_v_heads": 2, "head_v_dim": 256}),
+    ],
+    ids=["device", "host", "attention"],
+)
+def test_no_prompt_waits(
+    kind: type[EagleDrafter], changes: dict[str, object], tmp_path: Path
+) -> None:
+    """Not even on the host, or prompts of a batch would not be side by side in the target."""
+    model = target(2, torch.bfloat16)
+    drafter = kind(path=str(write_drafter(tmp_path, toy_config(model.info, **SIZES | changes))))
+    drafter.bind(model, num_slots=4, max_nodes=16, exact=True)
+    width = model.info.hidden_size * len(drafter.feature_layers)
+    features = torch.zeros(1025, width, dtype=torch.bfloat16, device="cuda")
+    for first, context in ((1, nullcontext), (3, no_waiting)):
+        with context():
+            for slot, length in ((first, 100), (first + 1, 1025)):
+                drafter.prefill(slot, [7] * length, features[:length])
+        torch.cuda.synchronize()

@@ -6,10 +6,12 @@ pytest -m gpu tests/models/test_gpu_prefill.py
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
+from test_gpu_free import no_waiting
 from torch import Tensor
 
 from specla.bench.random_model import RandomGDN, gdn_1_3b
@@ -93,3 +95,41 @@ def test_a_graph_is_what_launches_would_have_been() -> None:
         for a, b in zip(replayed, launched, strict=True):
             far = (a.float() - b.float()).abs().max() / b.float().abs().max()
             assert far < 0.02, (n, float(far))
+
+
+def test_no_prompt_waits() -> None:
+    """Once graphs are there, and kernels compiled: beside others, with a graph and without."""
+    state, lengths = new_state(4), (1, 100, 600, 1025)
+    slots = [state.acquire() for _ in lengths]
+    for context in (nullcontext, no_waiting):
+        for slot in slots:
+            state.reset(slot)
+        with context(), model().side_by_side():
+            for slot, n in zip(slots, lengths, strict=True):
+                prefilled(state, slot, n, (1, 2))
+        torch.cuda.synchronize()
+        assert [state.logs[slot].durable_len for slot in slots] == list(lengths)
+
+
+def test_the_torch_recurrence_is_replayed_too() -> None:
+    """What float32 has, and bfloat16 where fla is not installed."""
+    target = gdn_1_3b(layers=2, dtype=torch.float32)
+    sizes = {"num_slots": 1, "max_nodes": 1}
+    state = State(target.info.recurrent, **sizes, dtype=target.dtype, device=target.device)
+    chunks, slot = target._chunks, state.acquire()
+    assert chunks is not None
+
+    def after(num_tokens: int) -> list[Tensor]:
+        state.reset(slot)
+        target.prefill([(11 * i) % 31000 + 5 for i in range(num_tokens)], slot, state)
+        return [x.clone() for pair in state.committed_state(slot) for x in pair]
+
+    for n in (65, 600):
+        replayed, again = after(n), after(n)
+        assert all(map(torch.equal, replayed, again))
+        chunks._short.takes = lambda num_tokens: False  # type: ignore[method-assign]
+        launched = after(n)
+        del chunks._short.takes  # type: ignore[attr-defined]
+        for a, b in zip(replayed, launched, strict=True):
+            far = (a - b).abs().max() / b.abs().max()
+            assert far < 1e-3, (n, float(far))

@@ -26,6 +26,7 @@ from specla.models.gdn_decoder import Block
 from specla.models.gdn_weights import BlockWeights
 from specla.ops.linear import Linear
 from specla.ops.norm import rms_norm, swiglu
+from specla.ops.transfer import ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +163,7 @@ class EagleModel:
     ) -> Tensor:
         """tokens [T], g [T, D] -> y [T, D]."""
         w, eps = self.weights, self.config.norm_eps
-        ids = torch.tensor(tokens, dtype=torch.int64, device=g.device)
-        e = rms_norm(w.embeddings[ids], w.embed_norm, eps)
+        e = rms_norm(w.embeddings[ints(tokens, g.device)], w.embed_norm, eps)
         r = g + mix(torch.cat([e, rms_norm(g, w.feature_norm, eps)], dim=-1))
         hidden = self._linears["gate_up"](rms_norm(r, w.mlp_norm, eps))
         return r + self._linears["down"](swiglu(hidden))
