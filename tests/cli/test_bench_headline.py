@@ -16,17 +16,19 @@ from typing import Any
 
 import pytest
 import torch
+from completions import completion
 from headline_data import MIXED_KINDS, make_data
 
 from specla.bench.measure import Method
 from specla.cli import headline_steps, main
 from specla.cli.bench_headline import _verdict
+from specla.cli.headline_contenders import contenders
 from specla.cli.headline_progress import Plan, Progress
-from specla.cli.headline_steps import contenders
 from specla.cli.headline_suites import suites
 from specla.cli.headline_trials import Trials, command
 from specla.cli.options import EngineOptions
 from specla.errors import ConfigError, SpeclaError
+from specla.request import Completion, SamplingParams
 
 CAPTURE = pytest.CaptureFixture[str]
 
@@ -195,24 +197,46 @@ def broken(*_: object) -> None:
     raise RuntimeError("an illegal memory access was encountered")
 
 
-def test_answers_are_kept_before_anything_else_can_fail(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: CAPTURE
+def answered(text: str, params: SamplingParams) -> Completion:
+    return completion(ids=(1, 2, 3), options={}, decode_s=0.1)
+
+
+@pytest.mark.parametrize("ends_in", ["_batches", "_foreign"])
+def test_what_a_machines_limit_ends_leaves_all_that_was_measured(
+    ends_in: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: CAPTURE
 ) -> None:
     """A GPU on which a kernel has failed gives no memory back either."""
     asked = plan(tmp_path / "w", data=data)
     progress = Progress(asked)
-    progress.finish("drafters", {"entries": []})
-    bad, run = Method(name="AR", run=broken), SimpleNamespace(tokenizer=None)  # type: ignore[arg-type]
-    monkeypatch.setattr(headline_steps, "_methods", lambda *_: ([bad], run))
-    monkeypatch.setattr("specla.cli.records.run_record", lambda *_: {})
+    progress.finish("target", {"wall_s": 1})
+    progress.finish("drafters", {"wall_s": 1, "entries": []})
+    methods = [Method(name="AR", run=answered), Method(name="ngram", run=broken)]  # type: ignore[arg-type]
+    run = {"device": "cpu", "dtype": "float32", "model": "toy", "versions": {}}
+    monkeypatch.setattr(
+        headline_steps, "_methods", lambda *_: (methods, SimpleNamespace(tokenizer=None))
+    )
+    monkeypatch.setattr("specla.cli.records.run_record", lambda *_: run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", broken)
-    monkeypatch.setattr(headline_steps, "_batches", lambda *_: pytest.fail("a machine's limit"))
+    monkeypatch.setattr(headline_steps, "_batches", lambda *_: ([], []))
+    monkeypatch.setattr(headline_steps, ends_in, lambda *_: pytest.fail("a machine's limit"))
     with pytest.raises(pytest.fail.Exception, match="a machine's limit"):
         headline_steps._measure(asked, progress, time.monotonic() + 60, None)
-    kept = [json.loads(line) for line in (tmp_path / "w/texts.jsonl").read_text().splitlines()]
-    assert [one["suite"] for one in kept] == ["gsm8k", "humaneval", "mixed"]
     assert "no memory could be given back: an illegal memory access" in capsys.readouterr().err
+    work = tmp_path / "w"
+    kept = [json.loads(line) for line in (work / "texts.jsonl").read_text().splitlines()]
+    assert [one["suite"] for one in kept[::2]] == ["gsm8k", "humaneval", "mixed"]
+    assert Progress(asked).steps.keys() == {"target", "drafters"}
+    (work / "headline-so-far.json").rename(work / "headline.json")
+    again = Progress(asked)
+    measured = again.steps["measure"]
+    assert {one["method"] for one in measured["scores"]} == {"AR"}
+    assert "illegal memory access" in measured["missing"]["ngram, gsm8k"]
+    assert measured["missing"]["FLA-SD"] == headline_steps.NOT_REACHED
+    assert ("tree, budget, batch" in measured["missing"]) == (ends_in == "_batches")
+    again.so_far("measure", measured)
+    again.finish("measure", measured)
+    assert {path.name for path in work.iterdir()} == {"headline.json", "texts.jsonl"}
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -263,7 +287,10 @@ def test_a_trial_that_does_not_end_is_given_up() -> None:
     assert trials._trials["x"].process.returncode is not None
 
 
-def test_a_trial_is_an_answer_by_the_same_engine(capsys: CAPTURE) -> None:
+def test_a_trial_is_an_answer_by_the_same_engine(
+    capsys: CAPTURE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specla.cli.headline_trials.TOKENS", 4)
     options = EngineOptions(
         model="demo", drafter="ngram", device="cpu", max_slots=1, max_nodes=8, budget="off",
         drafter_options={"num_draft_tokens": 3},

@@ -53,6 +53,7 @@ class Progress:
 
     def __init__(self, plan: Plan) -> None:
         self._path, self._plan = plan.work / "headline.json", plan
+        self._part = self._path.with_name("headline-so-far.json")
         plan.work.mkdir(parents=True, exist_ok=True)
         self.steps: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, dict[str, object]] = {}
@@ -77,9 +78,14 @@ class Progress:
         self.steps = {name: self.steps[name] for name in kept} | {step: result}
         self._asked = {name: self._asked[name] for name in kept}
         self._asked[step] = self._plan.settings(step)
-        part = self._path.with_suffix(".tmp")
-        part.write_text(dumps({"asked": self._asked, "steps": self.steps}), encoding="utf-8")
-        part.rename(self._path)
+        _write(self._path, self._asked, self.steps)
+        self._part.unlink(missing_ok=True)
+
+    def so_far(self, step: str, result: dict[str, Any]) -> None:
+        """What a step that goes on has come to, in headline-so-far.json: renamed to headline.json,
+        the step is done."""
+        asked = self._asked | {step: self._plan.settings(step)}
+        _write(self._part, asked, self.steps | {step: result})
 
     def need(self, step: str) -> dict[str, Any]:
         """What an earlier step came to.
@@ -105,3 +111,9 @@ def _read(path: Path) -> tuple[dict[str, dict[str, object]], dict[str, dict[str,
             f"{error}), it may be of an older version; use another folder"
         ) from error
     return asked, steps
+
+
+def _write(path: Path, asked: Mapping[str, object], steps: Mapping[str, object]) -> None:
+    part = path.with_suffix(".tmp")
+    part.write_text(dumps({"asked": asked, "steps": steps}), encoding="utf-8")
+    part.rename(path)

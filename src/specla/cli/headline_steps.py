@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specla.cli.console import Tick, note
 from specla.cli.failure import one_line
+from specla.cli.headline_contenders import Contender, contenders
 from specla.cli.headline_progress import DRAFTERS, MEASURE, STEPS, TARGET, Plan, Progress
 from specla.cli.headline_trials import Trials, command
 from specla.cli.loading import checked, load, prompt_format, runner, user_turn
@@ -30,13 +32,12 @@ if TYPE_CHECKING:
     from specla.models.tokenizer import Tokenizer
 
 SIZES = ("gdn-1.3b", "toy")
-# A chain of seven drafts fills a round of eight nodes.
-MAX_NODES, MAX_DEPTH = 16, 7
-NO_PRUNING = 1e9
+MAX_NODES = 16
 # Of the time for measuring, what may have passed when methods stop that answer one prompt at a
 # time, and when batches stop; fla's loop, which needs seconds per prompt, has the rest.
 SINGLE, BATCHES = 0.62, 0.85
 NO_TIME = "no time was left; allow the step more minutes"
+NOT_REACHED = "the run ended before it"
 Run = Callable[[Sequence[str]], Sequence[Completion]]
 """Answers to prompts, all of them decoded together."""
 FOREIGN_MINUTES = 10.0
@@ -139,40 +140,10 @@ def _free() -> None:
         note(f"no memory could be given back: {one_line(str(error))}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """One way to decode. trained: the entry of the line-up that it needs."""
-
-    name: str
-    drafter: str
-    trained: str | None = None
-    options: Mapping[str, object] | None = None
-    budget: str = "off"
-
-
-def contenders() -> list[Contender]:
-    """All of them, AR first."""
-    from specla.bench import headline as h
-
-    depth = {"max_depth": MAX_DEPTH}
-    whole = {**depth, "tau": NO_PRUNING}
-    return [
-        Contender(name=h.AR, drafter="none"),
-        Contender(name="ngram", drafter="ngram"),
-        Contender(name=h.CHAIN, drafter="eagle", trained="eagle", options={**whole, "top_k": 1}),
-        Contender(name=h.TREE, drafter="eagle", trained="eagle", options=whole),
-        Contender(name=h.PRUNED, drafter="eagle", trained="eagle", options=depth),
-        Contender(name=h.BUDGET, drafter="eagle", trained="eagle", options=depth, budget="auto"),
-        Contender(name="block", drafter="block", trained="block"),
-        Contender(name=h.BLOCK_MORE, drafter="block", trained="block-more"),
-        Contender(name=h.READER, drafter="block", trained="reader-joint"),
-    ]
-
-
 def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None) -> dict[str, Any]:
+    from specla.bench import fla_sd
     from specla.bench import headline as bench
-    from specla.bench import headline_page as page
-    from specla.cli.records import machine, run_record
+    from specla.cli.records import run_record
 
     began = time.monotonic()
     wanted, params = _prompts(plan)
@@ -183,17 +154,41 @@ def _measure(plan: Plan, progress: Progress, deadline: float, tick: Tick | None)
     single, batch = (began + share * (deadline - began) for share in (SINGLE, BATCHES))
     count = (lambda done, total: tick("measuring", done, total)) if tick else None
     samples = bench.take_turns(methods, order, params, single, count)
-    # What fails from here on, or is ended by a machine's time limit, does not take them along.
-    _keep_texts(plan.work / "texts.jsonl", samples)
-    record, tokenizer = run_record(run, str(plan.size)), run.tokenizer
+    told = partial(_told, run_record(run, str(plan.size)), entries)
+    tokenizer = run.tokenizer
+
+    def so_far(batches: list[Batch], more: list[Sample], *still: str) -> None:
+        """What fails next, or is ended by a machine's time limit, takes none of it along."""
+        _keep_texts(plan.work / "texts.jsonl", [*samples, *more])
+        waiting = dict.fromkeys(still, NOT_REACHED)
+        result = told(samples, batches, missing | waiting)
+        progress.so_far(MEASURE, result | {"wall_s": round(time.monotonic() - began, 1)})
+
+    so_far([], [], f"{bench.BUDGET}, batch", fla_sd.NAME)
     del methods, run
     _free()
     batches, more = _batches(plan, entries, params, batch, missing, tick)
+    so_far(batches, more, fla_sd.NAME)
     _free()
     samples += _foreign(plan, tokenizer, order, params, deadline, missing)
-    scores, unanswered = bench.scores(samples), bench.unanswered(samples)
-    missing |= unanswered
     _keep_texts(plan.work / "texts.jsonl", [*samples, *more])
+    return told(samples, batches, missing)
+
+
+def _told(
+    record: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    samples: Sequence[Sample],
+    batches: Sequence[Batch],
+    missing: Mapping[str, str],
+) -> dict[str, Any]:
+    """What the step came to."""
+    from specla.bench import headline as bench
+    from specla.bench import headline_page as page
+    from specla.cli.records import machine
+
+    scores, unanswered = bench.scores(samples), bench.unanswered(samples)
+    missing = {**missing, **unanswered}
     figures = page.metrics(scores, batches, samples, missing, entries)
     return {
         "unanswered": sorted(unanswered),
