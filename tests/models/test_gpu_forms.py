@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from specla.bench.random_model import RandomGDN, gdn_1_3b
 from specla.bench.rounds import binary_tree, pend
 from specla.models.gdn_fused import Options
-from specla.ops import gemm_stream, rows, walk
+from specla.ops import gemm, gemm_stream, rows, walk
 from specla.ops.gdn import triton_stream
 from specla.state import State
 
@@ -37,10 +37,12 @@ def model() -> RandomGDN:
     return made
 
 
-def left_behind(model: RandomGDN, num_nodes: int, threshold: int) -> list[Tensor]:
+def left_behind(
+    model: RandomGDN, num_nodes: int, threshold: int, num_rows: int = 1
+) -> list[Tensor]:
     """Logits and state after one round over a state of noise."""
     state = State(
-        model.info.recurrent, num_slots=1, max_nodes=max(num_nodes, 4), log_capacity=16,
+        model.info.recurrent, num_slots=num_rows, max_nodes=max(num_nodes, 4), log_capacity=16,
         fold_threshold=threshold, dtype=model.dtype, device=model.device,
     )  # fmt: skip
     generator = torch.Generator("cuda").manual_seed(num_nodes)
@@ -49,9 +51,10 @@ def left_behind(model: RandomGDN, num_nodes: int, threshold: int) -> list[Tensor
         x.copy_(0.3 * torch.randn(x.shape, generator=generator, device="cuda"))
     for layer in state.layers:
         layer.factors.g.abs_().neg_()
-    slot = state.acquire()
-    pend(state.logs[slot], num_nodes)
-    logits = model.verify(state.begin([slot], [binary_tree(num_nodes)]), state)
+    slots = [state.acquire() for _ in range(num_rows)]
+    for slot in slots:
+        pend(state.logs[slot], num_nodes)
+    logits = model.verify(state.begin(slots, [binary_tree(num_nodes)] * num_rows), state)
     return [x.clone() for x in (logits, *kept)]
 
 
@@ -74,3 +77,20 @@ def test_a_form_has_the_bits_of_the_others(
     again.reserve(32)
     for size, left in zip(sizes, want, strict=True):
         assert all(map(torch.equal, left_behind(again, *size), left)), size
+
+
+@pytest.mark.parametrize("num_rows", [8, 64])
+def test_products_of_many_rows_have_the_bits_of_the_others(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their chain: with partial sums that the next kernel adds, and added by the product."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("these kernels are for compute capability 9.0")
+    model = gdn_1_3b(layers=2)
+    assert model._fused is not None
+    layer = model._fused.layers[0]
+    assert all(x.wide for x in (layer.in_proj, layer.o_proj, layer.gate_up, layer.down))
+    model.reserve(16 * num_rows)
+    want = left_behind(model, 16, 3, num_rows)
+    monkeypatch.setattr(gemm, "WIDE_ROWS", gemm.MAX_ROWS)
+    assert all(map(torch.equal, left_behind(model, 16, 3, num_rows), want))
