@@ -74,7 +74,7 @@ def test_the_operations_are_what_the_kernel_stands_for() -> None:
     torch.testing.assert_close(logits, slopes, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("s", [1, 2, 3, 5])
+@pytest.mark.parametrize("s", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_descent_and_its_gradients(s: int) -> None:
     """Key and value dims that are no powers of two, decays from slow to fast, rows of 6 pairs: at
     step 5 most have ancestors before the row's start."""
