@@ -29,6 +29,7 @@ from specla.cli.headline_trials import Trials, command
 from specla.cli.options import EngineOptions
 from specla.errors import ConfigError, SpeclaError
 from specla.request import Completion, SamplingParams
+from specla.train.lineup import Trained
 
 CAPTURE = pytest.CaptureFixture[str]
 
@@ -143,6 +144,25 @@ def test_a_batch_that_is_not_ars_has_an_exit_code_of_its_own(capsys: CAPTURE) ->
     assert "not identical: tree, budget, batch of 64: 63" in capsys.readouterr().err
     assert _verdict(measured | {"unanswered": ["x"]}) == 1
     assert "failed: x: why" in capsys.readouterr().err
+
+
+def test_drafters_that_were_trained_outlive_one_that_breaks_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_line_up(*_: object, after: Any, **__: object) -> None:
+        after([Trained(name="eagle", kind="eagle", checkpoint="there")])
+        raise KeyboardInterrupt
+
+    llm = SimpleNamespace(engine=None, tokenizer=SimpleNamespace(digest=""))
+    monkeypatch.setattr("specla.train.lineup.train_line_up", train_line_up)
+    monkeypatch.setattr(headline_steps, "load", lambda *_: llm)
+    progress = Progress(plan(tmp_path))
+    progress.finish("target", {"wall_s": 1})
+    with pytest.raises(KeyboardInterrupt):
+        headline_steps._drafters(plan(tmp_path), progress, 0.0, None)
+    (tmp_path / "headline-so-far.json").rename(tmp_path / "headline.json")
+    (one,) = Progress(plan(tmp_path)).need("drafters")["entries"]
+    assert (one["name"], one["checkpoint"], one["missing"]) == ("eagle", "there", None)
 
 
 @pytest.mark.parametrize(

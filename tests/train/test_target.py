@@ -282,10 +282,13 @@ def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(
     monkeypatch.setattr(lineup, "kind_of", kind_of)
     monkeypatch.setattr(lineup, "Capture", lambda _, layers, **__: SimpleNamespace(layers=layers))
     engine = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
-    deadline, notes = time.monotonic() + 9, list[str]()
+    deadline, notes, seen = time.monotonic() + 9, list[str](), list[list[str]]()
     found = lineup.train_line_up(
-        engine, "hash", tmp_path, deadline, TOY_LINE_UP, note=notes.append
-    )  # type: ignore[arg-type]
+        engine, "hash", tmp_path, deadline, TOY_LINE_UP, note=notes.append,
+        after=lambda found: seen.append([one.name for one in found]),
+    )  # type: ignore[arg-type]  # fmt: skip
+    names = [one.name for one in TOY_LINE_UP.entries]
+    assert seen == [names[: i + 1] for i in range(len(names))]
     missing = {one.name: one.missing for one in found}
     assert missing["eagle"] is None
     assert missing["block"] == "blocks are out"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,3 +118,13 @@ def _write(path: Path, asked: Mapping[str, object], steps: Mapping[str, object])
     part = path.with_suffix(".tmp")
     part.write_text(dumps({"asked": asked, "steps": steps}), encoding="utf-8")
     part.rename(path)
+
+
+def origin() -> dict[str, str]:
+    """Day, commit and command of the measurement: a later call may only show or record it."""
+    from specla.bench import report
+
+    # The arguments, not the program's path: the command has to work elsewhere.
+    command = " ".join(["specla", *sys.argv[1:]])
+    head = report.head(device="", versions={}, command=command)
+    return {name: str(head[name]) for name in ("date", "commit", "command")}

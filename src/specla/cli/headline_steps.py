@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specla.cli.console import Tick, note
 from specla.cli.failure import one_line
 from specla.cli.headline_contenders import Contender, contenders
-from specla.cli.headline_progress import DRAFTERS, MEASURE, STEPS, TARGET, Plan, Progress
+from specla.cli.headline_progress import DRAFTERS, MEASURE, STEPS, TARGET, Plan, Progress, origin
 from specla.cli.headline_trials import Trials, command
 from specla.cli.loading import checked, load, prompt_format, runner, user_turn
 from specla.cli.options import EngineOptions
@@ -97,12 +96,20 @@ def _drafters(
     from specla.train import lineup
 
     line_up = lineup.GPU_LINE_UP if plan.size == "gdn-1.3b" else lineup.TOY_LINE_UP
+    began = time.monotonic()
+
+    def so_far(found: Sequence[lineup.Trained]) -> None:
+        """What a later one breaks, or a machine's time limit ends, does not cost these."""
+        wall_s = round(time.monotonic() - began, 1)
+        progress.so_far(DRAFTERS, {"entries": lineup.record(found), "wall_s": wall_s})
+
     tuning = None if plan.device == "cpu" else fla_sd.tune_beside(plan.checkpoint, plan.device)
     try:
         llm = load(_engine(plan, "none", slots=64 if plan.size == "gdn-1.3b" else 8), tick)
         found = lineup.train_line_up(
-            llm.engine, llm.tokenizer.digest, plan.work, deadline, line_up, tick=tick, note=note
-        )
+            llm.engine, llm.tokenizer.digest, plan.work, deadline, line_up, tick=tick, note=note,
+            after=so_far,
+        )  # fmt: skip
     finally:
         if tuning is not None:
             _end(tuning)
@@ -201,18 +208,8 @@ def _told(
             "versions": record["versions"],
             "prices": bench.prices(samples),
         }
-        | _origin(),
+        | origin(),
     }
-
-
-def _origin() -> dict[str, str]:
-    """Day, commit and command of the measurement: a later call may only show or record it."""
-    from specla.bench import report
-
-    # The arguments, not the program's path: the command has to work elsewhere.
-    command = " ".join(["specla", *sys.argv[1:]])
-    head = report.head(device="", versions={}, command=command)
-    return {name: str(head[name]) for name in ("date", "commit", "command")}
 
 
 def _foreign(

@@ -171,6 +171,7 @@ def train_line_up(
     *,
     tick: Tick | None = None,
     note: Note,
+    after: Callable[[Sequence[Trained]], None] | None = None,
 ) -> list[Trained]:
     """Train every entry to ``work/NAME/checkpoint``, anew. An entry that cannot be trained does
     not stop the others; what it says is in its `missing`. Answers that are there are used.
@@ -179,6 +180,7 @@ def train_line_up(
         engine: of the target, without a drafter, greedy.
         work: has the target's ``pools``.
         deadline: on the clock of time.monotonic, for everything.
+        after: called with all entries so far, after each of them.
     """
     began = time.monotonic()
     until = began + line_up.answering * (deadline - began)
@@ -201,6 +203,8 @@ def train_line_up(
         if one.missing is not None:
             note(f"{entry.name} is missing: {one.missing}")
         found.append(one)
+        if after is not None:
+            after(found)
     return found
 
 
