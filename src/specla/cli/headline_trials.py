@@ -21,8 +21,9 @@ from specla.cli.console import note
 from specla.cli.options import EngineOptions
 from specla.errors import SpeclaError
 
-SECONDS = 90.0
-"""After which a trial is taken for one that never ends. Loading and compiling take a third."""
+SECONDS = 120.0
+"""After which a trial is taken for one that never ends: several times what loading and compiling
+take when nobody else does."""
 TOKENS = 64
 
 
