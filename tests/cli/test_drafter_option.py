@@ -13,10 +13,11 @@ import pytest
 import torch
 from eagle_toy import toy_config, write_drafter
 
-from specla import models
+from specla import drafters, models
 from specla.cli import main
 from specla.cli.options import drafter_options, labelled
 from specla.drafters import REGISTRY, option_names
+from specla.errors import SpeclaError
 
 CAPTURE = pytest.CaptureFixture[str]
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "cli.md"
@@ -138,3 +139,8 @@ def test_refusals(capsys: CAPTURE, command: str, says: str) -> None:
     err = capsys.readouterr().err
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_a_folder_named_like_a_number() -> None:
+    with pytest.raises(SpeclaError, match="2024"):
+        drafters.build("block", options={"path": 2024})

@@ -124,7 +124,9 @@ def checked_options(name: str, options: Mapping[str, object]) -> dict[str, objec
         raise ConfigError(f"drafter {name}'s folder must be given once; leave option path out")
     if name in TRAINED and not colon and "path" not in options:
         raise ConfigError(f"drafter {name} needs a checkpoint's folder; give {name}:FOLDER")
-    return {**options, **({"path": path} if colon else {})}
+    found = {**options, **({"path": path} if colon else {})}
+    # A number, if it was written like one on the command line.
+    return found | ({"path": str(found["path"])} if "path" in found else {})
 
 
 def _load(name: str) -> type:
