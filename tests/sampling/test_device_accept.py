@@ -192,7 +192,7 @@ def play_many(seed: int, num_rounds: int, num_rows: int) -> None:
 
 
 def test_random_rounds() -> None:
-    play_many(seed=0, num_rounds=12, num_rows=12)
+    play_many(seed=0, num_rounds=6, num_rows=12)
 
 
 @pytest.mark.slow
