@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,14 @@ def add_up(given: Tensor, places: Places, features: Features | None) -> None:
 
 def add_up_by_graphs() -> ShortChunks:
     return ShortChunks(add_up, SHAPE, 8, torch.bfloat16, torch.device("cpu"))
+
+
+def test_only_what_can_be_captured_is_replayed() -> None:
+    made = partial(ShortChunks, add_up, SHAPE, 8, torch.bfloat16)
+    assert made(torch.device("cuda")).takes(1024)
+    assert not made(torch.device("cuda")).takes(1025)
+    assert not made(torch.device("cuda"), graphs=False).takes(5)
+    assert not made(torch.device("cpu")).takes(5)
 
 
 def empty_places() -> Places:

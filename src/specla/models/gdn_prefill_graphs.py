@@ -57,6 +57,7 @@ class ShortChunks:
     launch: over what `to_send` gave, S and tails, with outputs of layers where features are asked
         for.
     width: of a layer's outputs.
+    graphs: whether what it launches is known to be capturable.
     """
 
     def __init__(
@@ -66,15 +67,18 @@ class ShortChunks:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        graphs: bool = True,
     ) -> None:
-        self._lane, self._device = partial(_Lane, launch, shape, width, dtype, device), device
+        self._lane = partial(_Lane, launch, shape, width, dtype, device)
+        self.graphs = graphs and device.type == "cuda"
         self._rooms: dict[int, _Lane] = {}
         self._lanes: Lanes | None = None
         self._beside = False
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a chunk of so many tokens is a graph's."""
-        return self._device.type == "cuda" and num_tokens <= MOST
+        return self.graphs and num_tokens <= MOST
 
     @contextmanager
     def side_by_side(self) -> Iterator[None]:
