@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import kernel_rows_made
 import pytest
 
-from specla.bench.kernel_report import Run, line
+from specla.bench.kernel_report import line
 from specla.bench.kernel_rows import BASELINE, OURS, Row
 from specla.cli import main
 
 CAPTURE = pytest.CaptureFixture[str]
-RUN = Run(
-    date="2026-12-01",
-    commit="abc1234",
-    device="NVIDIA H200",
-    torch="2.11.0",
-    triton="3.6.0",
-    command="specla bench kernels --only tree",
-    bandwidth=4.4e12,
-)
+RUN = replace(kernel_rows_made.RUN, command="specla bench kernels --only tree")
 CASE = "tree_n16_b64_8x256"
 
 

@@ -7,28 +7,22 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kernel_rows_made
 import pytest
 
 from specla.bench.kernel_metrics import Metric
-from specla.bench.kernel_report import Run, line
+from specla.bench.kernel_report import line
 from specla.bench.kernel_rows import BASELINE, RoundTime, Row
 from specla.cli import main
 
 CAPTURE = pytest.CaptureFixture[str]
 MonkeyPatch = pytest.MonkeyPatch
-RUN = Run(
-    date="2026-12-01",
-    commit="abc1234",
-    device="NVIDIA H200",
-    torch="2.11.0",
-    triton="3.6.0",
-    command="specla bench round --record",
-    bandwidth=4.5e12,
-)
+RUN = replace(kernel_rows_made.RUN, command="specla bench round --record", bandwidth=4.5e12)
 SIZES = {(1, 1): 900.0, (1, 2): 945.0, (1, 16): 1170.0, (8, 1): 1100.0, (8, 16): 2200.0,
          (64, 16): 11000.0}  # fmt: skip
 FIGURES = [
