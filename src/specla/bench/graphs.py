@@ -17,6 +17,7 @@ from statistics import median
 import torch
 
 from specla.bench.table import spread
+from specla.ops.capture import without_collection
 
 COLD = 3.0
 SAMPLE_US = 400.0
@@ -77,7 +78,7 @@ def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with without_collection(), torch.cuda.graph(graph):
         for call in calls:
             call()
     return graph

@@ -151,7 +151,8 @@ class GraphRounds:
     @property
     def _widest(self) -> Shape:
         assert isinstance(self._drafter, DeviceDrafter)
-        return Shape(self._max_nodes, self._drafter.depths(self._max_nodes)[-1])
+        depth = self._drafter.depths(self._max_nodes)[-1]
+        return Shape(self._max_nodes, depth) if depth else PLAIN
 
     # ---- free rounds
 
@@ -309,7 +310,7 @@ class GraphRounds:
         self._state.check_round([row.slot for row in rows], trees)
         nodes = bucket(max(tree.num_nodes for tree in trees))
         if isinstance(self._drafter, DeviceDrafter) and not self._width:
-            nodes = self._max_nodes  # the only size that `capture` has made
+            nodes = self._widest.nodes  # the only size that `capture` has made
         self.size = bucket(len(rows)), nodes
         self._graph(self.size[0], Shape(nodes, 0))
         one = self._buckets[self.size]

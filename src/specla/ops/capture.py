@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +21,19 @@ def capture_stream() -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream()
     return _streams[device]
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Garbage is not collected inside: it may hold a graph, as an engine does that was dropped,
+    and destroying one breaks any capture under way."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def captured(
@@ -39,7 +54,7 @@ def captured(
         # Around the capture as well: torch leaves the stream of one that fails the current one.
         with torch.cuda.stream(stream):
             launch()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with without_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
                 found = launch()
     finally:
         # Also for what was launched before something failed.
