@@ -46,9 +46,8 @@ IN_REGISTERS = 768
 PROCESSORS = 132
 # Rows above which tiles are chosen for arithmetic, not for bytes in flight.
 FEW_ROWS = 64
-# Rows above that and up to here are `ops.gemm_wide`'s, where a weight has that form. 0: none, as
-# it has not been measured yet; MAX_ROWS: all.
-WIDE_ROWS = 0
+# Rows above that and up to here are `ops.gemm_wide`'s, where a weight has that form; 0: none.
+WIDE_ROWS = MAX_ROWS
 # Gate and up rows alternate in groups of 8: both halves of a 16-row fragment of the tensor cores'
 # result belong to the same thread.
 GROUP = 8
