@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from specla.state import State
 from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
-from specla.models.gdn_fused import FusedDecoder, Options
+from specla.models.gdn_fused import FusedDecoder
 
 
 def load(folder: Path, **options: object) -> FlaGDN:
@@ -129,22 +128,3 @@ def test_the_kernel_is_each_rounds_own(tmp_path: Path, monkeypatch: pytest.Monke
     assert ran == ["closed", "walk", "walk", "closed"]
     with pytest.raises(AssertionError, match="open"):
         model.verify(plan._replace(kernel="open"), state)
-
-
-def test_walks_of_trees_ask_for_gate_up_ahead(tmp_path: Path) -> None:
-    """Of plain rounds as much as their own option says; nothing where it is not streamed."""
-    model = load(tmp_path, **GROUPED)
-    decoder = fused(model)
-    layer = decoder.layers[0]
-    rounds = State(model.config.recurrent, num_slots=1, max_nodes=4, log_capacity=3).rounds
-    tree, plain = rounds.round(1, 4), rounds.round(1, 1)
-    decoder._options = Options(ahead=64, ahead_plain=32)
-    decoder._stream_rows = 64
-    assert decoder._ahead(layer, tree) is None
-    layer.gate_up.stream = cast(Any, object())
-    for rnd, rows in ((tree, 64), (plain, 32)):
-        ahead = decoder._ahead(layer, rnd)
-        assert ahead is not None
-        assert (ahead.weight is layer.gate_up.weight, ahead.rows) == (True, rows)
-    decoder._stream_rows = 2
-    assert decoder._ahead(layer, tree) is None

@@ -4,8 +4,6 @@ with and without a fold, for plain steps and for trees."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,19 +12,17 @@ pytest.importorskip("triton")
 from specla.bench.random_model import RandomGDN, gdn_1_3b
 from specla.bench.rounds import binary_tree, pend
 from specla.models.gdn_fused import Options
-from specla.ops import gemm, gemm_stream, rows, walk
-from specla.ops.gdn import triton_stream
+from specla.ops import gemm, gemm_stream
 from specla.state import State
 
 pytestmark = pytest.mark.gpu
 
-FORMS: dict[str, tuple[Options, list[tuple[Any, str]]]] = {
-    "outputs summed late": (Options(), [(triton_stream, "LATE")]),
-    "lists that nothing waits for": (Options(), [(walk, "EARLY")]),
-    "gate_up asked into L2": (Options(ahead=72, ahead_plain=32), []),
-    "rings of 160 KiB": (Options(room=160 * 1024), []),
-    "gates from prepare": (Options(gates=True), []),
-    "loads together": (Options(), [(gemm_stream, "TOGETHER"), (rows, "TOGETHER")]),
+# And what is set in `ops.gemm_stream`.
+FORMS: dict[str, tuple[Options, dict[str, int]]] = {
+    "norms in a kernel of their own": (Options(mix=False), {}),
+    "norms in o_proj": (Options(), {"MIX_ROWS": gemm_stream.MAX_MIX_ROWS}),
+    "kernels that wait first": (Options(early=False), {}),
+    "another product": (Options(stream=False), {}),
 }
 
 
@@ -67,8 +63,8 @@ def test_a_form_has_the_bits_of_the_others(
     sizes = [(nodes, threshold) for nodes in (1, 8, 16, 32) for threshold in (3, 16)]
     want = [left_behind(model, *size) for size in sizes]
     options, switches = FORMS[form]
-    for module, name in switches:
-        monkeypatch.setattr(module, name, True)
+    for name, value in switches.items():
+        monkeypatch.setattr(gemm_stream, name, value)
     again = gdn_1_3b(layers=2)
     decoder = again._fused
     assert decoder is not None
@@ -92,5 +88,5 @@ def test_products_of_many_rows_have_the_bits_of_the_others(
     assert all(x.wide for x in (layer.in_proj, layer.o_proj, layer.gate_up, layer.down))
     model.reserve(16 * num_rows)
     want = left_behind(model, 16, 3, num_rows)
-    monkeypatch.setattr(gemm, "WIDE_ROWS", gemm.MAX_ROWS)
+    monkeypatch.setattr(gemm, "WIDE_ROWS", 0)
     assert all(map(torch.equal, left_behind(model, 16, 3, num_rows), want))

@@ -29,10 +29,7 @@ FLOATS = ("S", "k", "u", "g", "q", "v", "beta", "o")
 INTEGERS = ("arrivals", "slot", "num_nodes", "bank", "ring_len", "path_len", "path", "walk")
 
 
-def compiled(
-    shape: RecurrentShape, num_nodes: int, tile: StreamTile, branching: bool, *, more: bool = False
-) -> Any:
-    """more: it asks for a weight, and its list is of the same round."""
+def compiled(shape: RecurrentShape, num_nodes: int, tile: StreamTile, branching: bool) -> Any:
     meta = {
         "H": shape.num_key_heads,
         "G": shape.num_value_heads,
@@ -45,14 +42,12 @@ def compiled(
         "PARTS": 1,
         "BRANCHING": branching,
         "PDL": True,
-        "LIST_LATE": more,
         "LATE": tile.late,
-        "AHEAD": more,
         "num_warps": tile.warps,
     }
     kernel = stream._stream_kernel
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(meta, "constexpr")
-    types |= {f"{name}_ptr": "*fp32" for name in FLOATS} | {"v_ptr": "*bf16", "ahead_ptr": "*bf16"}
+    types |= {f"{name}_ptr": "*fp32" for name in FLOATS} | {"v_ptr": "*bf16"}
     types |= {f"{name}_ptr": "*i32" for name in INTEGERS}
     places = {n: i for i, n in enumerate(kernel.arg_names)}
     aligned = {(places[n],): [["tt.divisibility", 16]] for n in types if n.endswith("_ptr")}
@@ -68,6 +63,7 @@ def compiled(
         (StreamTile(64, 16), 64, True),
         (StreamTile(32, 4, registers=168), 8, True),
         (StreamTile(32, 4), 8, False),
+        (StreamTile(32, 4, late=True), 16, True),
     ],
 )
 def test_compiles_for_hopper_without_barriers_in_the_walk(
@@ -82,24 +78,9 @@ def test_compiles_for_hopper_without_barriers_in_the_walk(
     assert kernel.metadata.shared <= SHARED
 
 
-def test_a_weight_is_asked_for_and_the_list_read_once_others_are_done() -> None:
-    """And outputs that are summed late still need no barrier."""
-    kernel = compiled(WIDE, 16, StreamTile(32, 4, late=True), True, more=True)
-    ptx = kernel.asm["ptx"]
-    nodes, walk = ptx.rindex("cp.async.commit_group"), ptx.rindex("cp.async.wait_group")
-    wait = ptx.rindex("griddepcontrol.wait", 0, nodes)
-    request = "cp.async.bulk.prefetch.L2"
-    assert ptx.count(request) == 1
-    assert wait < ptx.index(request) < walk
-    # Three words of the list, and all nodes' g and beta.
-    assert ptx[wait:walk].count("ld.global") == 5
-    assert ptx[walk:].count("bar.sync") == 1
-
-
-def test_a_lone_programs_outputs_are_summed_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where another warp shares the scheduler, it fills the time as it is."""
-    monkeypatch.setattr(stream, "LATE", True)
-    for programs, nodes, late in ((2, 16, True), (1, 8, True), (4, 32, False), (1, 1, False)):
+def test_a_few_rows_trees_have_their_outputs_summed_late() -> None:
+    """Where more warps share a scheduler, they fill the time as it is."""
+    for programs, nodes, late in ((2, 16, True), (4, 32, True), (64, 16, False), (1, 1, False)):
         assert stream_for(WIDE, programs, nodes, branching=nodes > 2).late == late
 
 
@@ -131,8 +112,8 @@ def test_the_tiles_that_were_fastest() -> None:
     narrow = replace(WIDE, num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
     best = {
         (WIDE, 1, 1, False): StreamTile(32, 4),
-        (WIDE, 2, 16, True): StreamTile(32, 4),
-        (WIDE, 4, 32, True): StreamTile(32, 4),
+        (WIDE, 2, 16, True): StreamTile(32, 4, late=True),
+        (WIDE, 4, 32, True): StreamTile(32, 4, late=True),
         (WIDE, 8, 16, True): StreamTile(32, 8),
         (WIDE, 64, 16, True): StreamTile(32, 4, registers=168),
         (WIDE, 64, 8, False): StreamTile(32, 4),

@@ -63,11 +63,10 @@ def after(tile: StreamTile | kernels.Tile, parts: int, threshold: int) -> list[T
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(
         grid: tuple[int, int, int], arguments: tuple[Any, ...], meta: dict[str, Any],
-        tile: StreamTile, num_nodes: int, ahead: None,
+        tile: StreamTile, num_nodes: int,
     ) -> None:  # fmt: skip
         more = {"NODES": num_nodes, "LOG": 2, "TILE": tile.rows, "LATE": tile.late}
-        more |= {"AHEAD": False, "LIST_LATE": tile.late, "num_warps": tile.warps}
-        run(grid, (*arguments, arguments[0], 0, 0, 0), meta | more)
+        run(grid, arguments, meta | more | {"num_warps": tile.warps})
 
     monkeypatch.setattr(stream, "launch", launch)
 

@@ -116,9 +116,8 @@ def test_a_ring_of_one_slot_would_wait_for_ever() -> None:
 @pytest.mark.parametrize(
     ("kind", "mix"), [("plain", False), ("swiglu", False), ("partials", True)]
 )
-def test_compiles_for_hopper(kind: Kind, mix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gluon changes between versions of Triton. A mix of gates that are ready, loads together."""
-    monkeypatch.setattr(stream, "TOGETHER", True)
+def test_compiles_for_hopper(kind: Kind, mix: bool) -> None:
+    """Gluon changes between versions of Triton. A mix of gates that are ready."""
     ring = Ring(64, 64, 4, bytes=40 * 1024)
     linear = made(on_meta(128, 256), kind, ring, span=128 if mix else 256)
     meta = linear._meta(16, mix, mix)

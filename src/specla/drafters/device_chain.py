@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specla.drafters import triton_grow as growing
 from specla.models.gdn_fused import is_hopper, stream_linear
-from specla.ops import rows
+from specla.ops import gemm, rows
 from specla.ops.gemm import PackedLinear
 from specla.state.rounds import bucket
 
@@ -80,7 +80,7 @@ class Chain:
     def __init__(self, like: Tensor, eps: float) -> None:
         self._pdl, self._eps = is_hopper(like), eps
         self._stream_rows = 0
-        """Most rows that `ops.gemm_stream` serves."""
+        """Most rows that `ops.gemm_stream` and `ops.gemm_wide` serve."""
 
     def _add(self, x: Tensor | None, linear: PackedLinear, norm: Tensor, h: Tensor) -> None:
         """What `linear` left in `partials`; see `rows.add_partials_norm`."""
@@ -107,7 +107,7 @@ class Chain:
 
         for linear in linears:
             stream_linear(linear)
-        self._stream_rows = stream.MAX_ROWS
+        self._stream_rows = max(stream.MAX_ROWS, gemm.WIDE_ROWS)
 
     def _early(self, num_flat: int) -> bool:
         return num_flat <= self._stream_rows

@@ -27,7 +27,7 @@ from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_model import EagleModel
 from specla.models.gdn_fused import stream_linear
 from specla.models.gdn_weights import BlockWeights
-from specla.ops import rows
+from specla.ops import gemm, rows
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.ops.gdn import triton as gdn
 from specla.ops.gemm import PackedLinear, pack_swiglu, tiling_for
@@ -274,8 +274,8 @@ class EagleLayer(Chain):
         for linear in self._linears:
             stream_linear(linear, width if linear is o_proj and mixes else 0)
         if mixes and o_proj.stream:
-            self._mix_rows = stream.MAX_MIX_ROWS
-        self._stream_rows = stream.MAX_ROWS
+            self._mix_rows = stream.MIX_ROWS
+        self._stream_rows = max(stream.MAX_ROWS, gemm.WIDE_ROWS)
 
 
 def _told(

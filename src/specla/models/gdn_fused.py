@@ -17,11 +17,10 @@ from torch import Tensor
 from specla.errors import KernelUnavailable
 from specla.models.features import Features
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
-from specla.ops import rows
+from specla.ops import gemm, rows
 from specla.ops.contract import DeviceRound, RecurrentShape
 from specla.ops.gdn import triton as gdn
 from specla.ops.gdn import triton_wy as wy
-from specla.ops.gdn.triton_ahead import Ahead
 from specla.ops.gemm import PROCESSORS, PackedLinear, pack_swiglu
 from specla.ops.walk import compile_walks
 from specla.state import State
@@ -46,21 +45,13 @@ class _Layer:
 class Options:
     """How the chain is launched; with dependent launch on Hopper only. Speed, no bits.
 
-    stream: products of few rows by `ops.gemm_stream`. mix: there, the gated norm inside o_proj.
-    early: there, kernels of one row let their successor start before they wait.
-    ahead: rows of each of gate_up's tiles that the walk of trees asks into L2; of trees of one
-    node ahead_plain. room: bytes of in_proj's and down's rings, 0 for `ops.gemm_stream.RING`; with
-    160 KiB as many tiles of a weight are in flight for 16 rows as for one. gates: `prepare` makes
-    silu(gate) for o_proj, whose programs would each do it. Not measured yet, hence all off.
+    stream: products by `ops.gemm_stream` and `ops.gemm_wide`. mix: of a few rows, the gated norm
+    inside o_proj. early: kernels of one row let their successor start before they wait.
     """
 
     stream: bool = True
     mix: bool = True
     early: bool = True
-    ahead: int = 0
-    ahead_plain: int = 0
-    room: int = 0
-    gates: bool = False
 
 
 class _Buffers:
@@ -82,7 +73,7 @@ class _Buffers:
         self.partials = empty(partials, dtype=torch.float32)
         self.logits = empty(max_rows, vocab, dtype=torch.float32)
         self.workspace = gdn.Workspace.allocate(s, max_rows, dtype, device)
-        # Of `Options.gates`: for the rows whose o_proj mixes, a few at most.
+        # silu(gate) for the o_proj that mixes, whose programs would each compute it.
         self.gates = self.workspace.o.new_empty(
             min(max_rows, model._mix_rows), s.num_value_heads, s.value_dim
         )
@@ -158,12 +149,12 @@ class FusedDecoder:
             mixes = self._options.mix and layer.o_proj.tiling.span % width == 0
             stream_linear(layer.o_proj, width if mixes else 0)
             stream_linear(layer.gate_up)
-            for linear in (layer.in_proj, layer.down):
-                stream_linear(linear, room=self._options.room)
+            stream_linear(layer.in_proj)
+            stream_linear(layer.down)
             if mixes and layer.o_proj.stream:
-                self._mix_rows = stream.MAX_MIX_ROWS
+                self._mix_rows = stream.MIX_ROWS
         stream_linear(self.head)
-        self._stream_rows = stream.MAX_ROWS
+        self._stream_rows = max(stream.MAX_ROWS, gemm.WIDE_ROWS)
 
     def __call__(
         self,
@@ -181,7 +172,7 @@ class FusedDecoder:
         assert num_rows <= self.max_rows, "reserve() first"
         buffers = self.buffers
         x, h = buffers.x[:num_rows], buffers.h[:num_rows]
-        compile_walks(rnd, pdl=self._pdl)
+        compile_walks(rnd)
         form = self._closed_form(rnd, state) if kernel == CLOSED else None
         if form is not None:
             wy.compile_masks(rnd, form, log_capacity=state.log_capacity)
@@ -232,7 +223,7 @@ class FusedDecoder:
         workspace = workspace._replace(arrivals=workspace.arrivals[first:])
         layer.in_proj(h, y)
         mixes = bool(num_rows <= self._mix_rows and layer.o_proj.stream)
-        ready = buffers.gates[:num_rows] if mixes and self._gated and self._options.gates else None
+        ready = buffers.gates[:num_rows] if mixes and self._gated else None
         inputs = y, layer.conv_taps, w.A, w.dt_bias, workspace
         if form is None:
             gdn.prepare(
@@ -241,7 +232,7 @@ class FusedDecoder:
             )  # fmt: skip
             gdn.walk(
                 state.layers[index], rnd, workspace, shape=s, log_capacity=state.log_capacity,
-                threshold=state.fold_threshold, pdl=self._pdl, ahead=self._ahead(layer, rnd),
+                threshold=state.fold_threshold, pdl=self._pdl,
             )  # fmt: skip
         else:
             wy.prepare_and_walk(
@@ -252,7 +243,7 @@ class FusedDecoder:
         columns = s.conv_channels
         gate = y[:, columns : columns + mixed.shape[1]] if self._gated else None
         if mixes and layer.o_proj.stream:
-            gate = gate if ready is None else ready.flatten(1)
+            gate = None if ready is None else ready.flatten(1)
             layer.o_proj.stream(mixed, buffers.partials, (workspace.o, gate, w.o_norm, self._eps))
             return
         rows.gated_norm(
@@ -260,13 +251,6 @@ class FusedDecoder:
             pdl=self._pdl, early=self._early(num_rows),
         )  # fmt: skip
         layer.o_proj(mixed, buffers.partials)
-
-    def _ahead(self, layer: _Layer, rnd: DeviceRound) -> Ahead | None:
-        """What of gate_up comes into L2 during the walk."""
-        rows = self._options.ahead if rnd.tokens.shape[1] > 1 else self._options.ahead_plain
-        if not rows or layer.gate_up.stream is None or not self._early(rnd.tokens.numel()):
-            return None
-        return Ahead(layer.gate_up.weight, rows)
 
     def _early(self, num_rows: int) -> bool:
         return self._options.early and num_rows <= self._stream_rows
@@ -291,9 +275,9 @@ def is_hopper(weight: Tensor) -> bool:
     return torch.cuda.get_device_capability(weight.device)[0] == 9
 
 
-def stream_linear(linear: PackedLinear, block_k: int = 0, room: int = 0) -> None:
-    """Set `linear.stream` and `linear.wide` where the shape allows. block_k and room, the bytes of
-    a ring: the stream's; 0 for the shape's own."""
+def stream_linear(linear: PackedLinear, block_k: int = 0) -> None:
+    """Set `linear.stream` and `linear.wide` where the shape allows. block_k: the stream's; 0 for
+    the shape's own."""
     from specla.ops import gemm_stream as stream
     from specla.ops import gemm_wide as wide
 
@@ -301,8 +285,6 @@ def stream_linear(linear: PackedLinear, block_k: int = 0, room: int = 0) -> None
     ring = stream.ring_for(linear.weight.shape[0], linear.max_partials, PROCESSORS)
     if block_k:
         ring = ring._replace(block_k=block_k)
-    if room:
-        ring = ring._replace(bytes=room)
     if stream.fits(linear.weight, span, ring):
         linear.stream = stream.StreamLinear(linear.weight, linear.kind, span, ring)
     if wide.fits(linear.weight, span):

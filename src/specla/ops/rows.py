@@ -17,8 +17,6 @@ from torch import Tensor
 
 INTERPRET: bool = triton.knobs.runtime.interpret
 _INTERPRET = tl.constexpr(INTERPRET)
-# `add_partials_norm` waits for memory once. Not measured yet, hence off.
-TOGETHER = False
 
 
 def embed_norm(
@@ -93,7 +91,6 @@ def add_partials_norm(
         BLOCK=triton.next_power_of_2(width),
         PARTIALS=max_partials,
         KEEP=x is not None,
-        TOGETHER=TOGETHER,
         PDL=pdl,
         EARLY=early,
         num_warps=_warps(width),
@@ -228,7 +225,6 @@ def _add_partials_norm_kernel(
     BLOCK: tl.constexpr,
     PARTIALS: tl.constexpr,
     KEEP: tl.constexpr,
-    TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -252,7 +248,7 @@ def _add_partials_norm_kernel(
         parts += (tl.load(part, mask=present, other=0.0),)
     # Always so, but the compiler does not know and moves no load past the branch: without it
     # registers are saved and memory waited for twice.
-    if not TOGETHER or num_rows > 0:
+    if num_rows > 0:
         if PARTIALS > 0:
             total = tl.zeros([BLOCK], tl.float32)
             for s in tl.static_range(PARTIALS):

@@ -28,17 +28,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from specla.ops.contract import DeviceRound
 
 WALK, RESTORE, SAVE = 1 << 8, 1 << 9, 1 << 10
 NODE_MASK = 255
 MAX_NODES = 64
-EARLY = False
-"""The kernels after `compile_walks` start, where they are dependent launches, while it runs: the
-first product asks for its weights meanwhile. Walks then read their lists after their wait. Not
-measured yet, hence off."""
 _HEAD = tl.constexpr(2)  # nodes that the first part has more
 _WALK, _RESTORE, _SAVE = tl.constexpr(WALK), tl.constexpr(RESTORE), tl.constexpr(SAVE)
 
@@ -48,9 +43,10 @@ def capacity(max_nodes: int) -> int:
     return 2 * max_nodes + max_nodes * max_nodes // 8
 
 
-def compile_walks(rnd: DeviceRound, *, pdl: bool = False) -> None:
+def compile_walks(rnd: DeviceRound) -> None:
     """Fill rnd.walk [B, P, words] from rnd.parents and rnd.num_nodes; one program per row and
-    part, no host work. pdl: the kernels that follow are dependent launches (see EARLY)."""
+    part, no host work. It lets no dependent launch start before its end: walks read their lists
+    before they wait for anything."""
     num_rows, num_nodes = rnd.parents.shape
     block = max(2, triton.next_power_of_2(num_nodes))
     parts = rnd.walk.shape[1]
@@ -62,7 +58,6 @@ def compile_walks(rnd: DeviceRound, *, pdl: bool = False) -> None:
         rnd.walk.shape[2],
         PARTS=parts,
         BLOCK=block,
-        EARLY=pdl and EARLY,
         num_warps=4 if block > 16 else 1,
     )
 
@@ -104,10 +99,7 @@ def _compile_kernel(
     stride,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_launch_dependents()
     b, part = tl.program_id(0), tl.program_id(1)
     n = tl.load(num_nodes_ptr + b)
     parents_ptr += b * num_columns

@@ -13,8 +13,8 @@ recorded factors gives the bits that walking gave, so a branch needs no stored s
 
 Overlap. With programmatic dependent launch a kernel may start before its predecessors are done,
 until it waits. A round starts with a kernel without it (`ops.walk.compile_walks`), so what earlier
-rounds wrote may be read before the wait: S, the log, conv inputs and tail, the row's integers.
-Not the walk lists where the kernel that compiles them lets the next ones start (`ops.walk.EARLY`).
+rounds wrote and that one may be read before the wait: S, the log, conv inputs and tail, the row's
+integers, the walk lists.
 
 Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3; SpecLA (arXiv
 2607.16673), section 4; DeltaLog (arXiv 2608.15533) for the log.
@@ -29,11 +29,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specla.ops import walk as lists
 from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 from specla.ops.gdn import triton_decode as decode
 from specla.ops.gdn import triton_stream as stream
-from specla.ops.gdn.triton_ahead import Ahead
 from specla.ops.gdn.triton_prepare import FORWARD, Span, Workspace, overlap, prepare
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
 
@@ -103,7 +101,6 @@ def walk(
     tile: Tile | stream.StreamTile | decode.DecodeTile | None = None,
     branching: bool = True,
     pdl: bool = False,
-    ahead: Ahead | None = None,
 ) -> None:
     """Log and tree over one live state tile per program.
 
@@ -117,7 +114,6 @@ def walk(
             tile by the device and the round's size.
         branching: False where every tree is a chain: no checkpoint is kept. Up to two nodes
             always are one.
-        ahead: what is asked into L2 meanwhile, by the kernel of `ops.gdn.triton_stream` alone.
     """
     num_rows, num_nodes = rnd.parents.shape
     workspace.check(num_rows, num_nodes)
@@ -163,13 +159,12 @@ def walk(
         "PARTS": parts,
         "BRANCHING": branching,
         "PDL": pdl,
-        "LIST_LATE": pdl and lists.EARLY,
     }
     if isinstance(tile, decode.DecodeTile):
         decode.launch(num_rows, arguments, meta, tile)
         return
     if isinstance(tile, stream.StreamTile):
-        stream.launch(grid, arguments, meta, tile, num_nodes, ahead)
+        stream.launch(grid, arguments, meta, tile, num_nodes)
         return
     _walk_kernel[grid](
         *arguments,
@@ -230,7 +225,7 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr,
     LANES: tl.constexpr, WARPS: tl.constexpr, PARTS: tl.constexpr,
     FORWARD: tl.constexpr,
-    BRANCHING: tl.constexpr, PDL: tl.constexpr, LIST_LATE: tl.constexpr,
+    BRANCHING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = V // TILE
     WIDE: tl.constexpr = 4 * LANES  # consecutive elements of a row that a warp's load covers
@@ -307,14 +302,10 @@ def _walk_kernel(  # noqa: C901 - one kernel, one pass
         if is_last:
             tl.store(S_at, S)
     walk_ptr += (b * PARTS + part) * walk_stride
-    if not LIST_LATE:
-        num_ops = tl.load(walk_ptr)
-        word = tl.load(walk_ptr + 1)
+    num_ops = tl.load(walk_ptr)
+    word = tl.load(walk_ptr + 1)
     if PDL:
         gdc_wait()
-    if LIST_LATE:
-        num_ops = tl.load(walk_ptr)
-        word = tl.load(walk_ptr + 1)
 
     candidates = log_capacity + (1 - bank) * num_path
     k_at += candidates * (H * K)

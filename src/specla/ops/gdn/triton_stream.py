@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.contract import RecurrentShape
-from specla.ops.gdn.triton_ahead import Ahead, asked_for, request_ahead
 from specla.ops.gdn.triton_prepare import overlap
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
 
@@ -45,10 +44,6 @@ _NODE = gl.constexpr(NODE_MASK)
 
 LOG = 8
 """Log entries that are in shared memory at a time."""
-# Not measured yet, hence off: see `StreamTile.late`.
-LATE = False
-# Programs that all have a multiprocessor of an H200 to themselves.
-ALONE = 132
 
 
 class StreamTile(NamedTuple):
@@ -80,8 +75,7 @@ def tile_for(
         return StreamTile(2 * two_rows, 4, registers=168 if branching else 0)
     if elements < 1 << 22 and node_bytes <= 98304 and long and not halves % 2:
         # A few rows: fewer warps leave the products' weights room to come early.
-        alone = elements // (2 * two_rows * shape.key_dim) <= ALONE
-        return StreamTile(2 * two_rows, 4, late=LATE and alone and num_nodes > 2)
+        return StreamTile(2 * two_rows, 4, late=num_nodes > 2)
     share = 4 if node_bytes > 98304 else 2 if node_bytes > 49152 else 1
     if branching and long and 1 << 22 <= elements < 1 << 24:
         share = max(share, 2)
@@ -95,20 +89,17 @@ def launch(
     meta: dict[str, Any],
     tile: StreamTile,
     num_nodes: int,
-    ahead: Ahead | None = None,
 ) -> None:
     """Run the kernel over what `ops.gdn.triton.walk` gives its own.
 
-    meta: H, G, K, V, LANES, PARTS, BRANCHING, PDL, LIST_LATE.
+    meta: H, G, K, V, LANES, PARTS, BRANCHING, PDL.
     """
     assert tile.rows * meta["LANES"] // (32 * tile.warps) in (1, 2, 4), tile
     registers = {"maxnreg": tile.registers} if tile.registers else {}
     _stream_kernel[grid](
         *arguments,
-        *asked_for(ahead, arguments[0]),
         **meta,
         LATE=tile.late,
-        AHEAD=ahead is not None,
         NODES=triton.next_power_of_2(num_nodes),
         LOG=LOG,
         TILE=tile.rows,
@@ -246,18 +237,16 @@ def _update(S, u, k):
 @gluon.jit(
     do_not_specialize=[
         "num_columns", "num_path", "num_entries", "log_capacity", "walk_stride", "threshold",
-        "ahead_tiles", "ahead_step", "ahead_bytes",
     ]
 )  # fmt: skip
 def _stream_kernel(  # noqa: C901 - one kernel, one pass
     S_ptr, k_ptr, u_ptr, g_ptr, q_ptr, v_ptr, beta_ptr, o_ptr, arrivals_ptr,
     slot_ptr, num_nodes_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr, walk_ptr,
     num_columns, num_path, num_entries, log_capacity, walk_stride, threshold,
-    ahead_ptr, ahead_tiles, ahead_step, ahead_bytes,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NODES: gl.constexpr,
     LOG: gl.constexpr, TILE: gl.constexpr, LANES: gl.constexpr, PARTS: gl.constexpr,
-    BRANCHING: gl.constexpr, PDL: gl.constexpr, LIST_LATE: gl.constexpr, LATE: gl.constexpr,
-    AHEAD: gl.constexpr, num_warps: gl.constexpr,
+    BRANCHING: gl.constexpr, PDL: gl.constexpr, LATE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program (value head and tile, row, part), as in `ops.gdn.triton`."""
     TILES: gl.constexpr = V // TILE
@@ -359,18 +348,11 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
         if is_last:
             gl.store(S_at, S)
     walk_ptr += (b * PARTS + part) * walk_stride
-    if not LIST_LATE:
-        num_ops = gl.load(walk_ptr)
-        word = gl.load(walk_ptr + 1)
-        following = gl.load(walk_ptr + 2, mask=num_ops > 1, other=0)
+    num_ops = gl.load(walk_ptr)
+    word = gl.load(walk_ptr + 1)
+    following = gl.load(walk_ptr + 2, mask=num_ops > 1, other=0)
     if PDL:
         gdc_wait()
-    if LIST_LATE:
-        # At once, and not one after the other: lists have room for two operations.
-        num_ops, word, second = (gl.load(walk_ptr), gl.load(walk_ptr + 1), gl.load(walk_ptr + 2))
-        following = gl.where(num_ops > 1, second, 0)
-    if AHEAD:
-        request_ahead(ahead_ptr, ahead_tiles, ahead_step, ahead_bytes)
 
     # All nodes' operands at once.
     candidates = log_capacity + (1 - bank) * num_path
