@@ -149,10 +149,7 @@ class ChunkDecoder:
         )  # fmt: skip
         self._kept = WeakKeyDictionary[State, dict[tuple[int, int], Places]]()
         width = weights.embeddings.shape[1]
-        # The torch recurrence has not been captured on any GPU yet.
-        self._short = ShortChunks(
-            self.launch, shape, width, self._dtype, self._device, graphs=kernels == "fla"
-        )
+        self._short = ShortChunks(self.launch, shape, width, self._dtype, self._device)
 
     def side_by_side(self) -> AbstractContextManager[None]:
         """See `TargetModel.side_by_side`."""

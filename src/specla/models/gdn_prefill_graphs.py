@@ -57,7 +57,6 @@ class ShortChunks:
     launch: over what `to_send` gave, S and tails, with outputs of layers where features are asked
         for.
     width: of a layer's outputs.
-    graphs: whether what it launches is known to be capturable.
     """
 
     def __init__(
@@ -67,11 +66,9 @@ class ShortChunks:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        graphs: bool = True,
     ) -> None:
         self._lane = partial(_Lane, launch, shape, width, dtype, device)
-        self.graphs = graphs and device.type == "cuda"
+        self.graphs = device.type == "cuda"
         self._rooms: dict[int, _Lane] = {}
         self._lanes: Lanes | None = None
         self._beside = False
