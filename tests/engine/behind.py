@@ -53,7 +53,8 @@ class Behind(GraphRounds):
         self._flight, self._width, self._key = Flight(), None, (1, 1)
         # No graphs, so that rows are loaded for every other shape.
         self._buckets = {}
-        self._max_rows, self._depth, self._resting = bucket(engine.state.pool.num_slots), 0, None
+        self._max_rows, self._depth = bucket(engine.state.pool.num_slots), 0
+        self._stays = False
         self._launched = self._key, self._depth
         self._places: list[Place] = []
         self.resting = False
@@ -64,6 +65,7 @@ class Behind(GraphRounds):
         self.features = (
             Features(drafter.feature_layers) if isinstance(drafter, FeatureDrafter) else None
         )
+        self._resting = self._new_resting() if self.features else None
 
     @property
     def launches(self) -> int:
@@ -71,7 +73,8 @@ class Behind(GraphRounds):
         return self._count
 
     def _load(self, rows: Sequence[Running]) -> None:
-        self._rest()
+        if self._resting is not None:
+            self._resting.count = 0
         self._flight.load(rows)
         logs = self._state.logs
         self._places = [
@@ -85,23 +88,25 @@ class Behind(GraphRounds):
 
     def _start(self) -> None:
         self._launched = self._key, self._depth
+        before = [len(place.law.history) for place in self._places]
         self._words[self._count % 2] = self._round()
+        if self._resting is not None and not self._depth:
+            self._keep(before)
 
     def _new_resting(self) -> Resting:
         assert self.features is not None
         layers, width = len(self.features.layers), self._model.info.hidden_size
-        made = Resting(torch.empty(layers, 1, width), self._max_rows)
+        made = Resting(torch.full((layers, 1, width), float("nan")), self._max_rows)
         made.most = min(made.most, self.most_rested)
         return made
 
-    def _outputs(self) -> Tensor:
-        """By place; an idle one's are nothing."""
+    def _keep(self, lengths: Sequence[int]) -> None:
+        """As `ops.rows.keep`. lengths: by place, before the round."""
         assert self.features is not None
+        assert self._resting is not None
         rows = self.features.rows().unflatten(-1, (len(self.features.layers), -1))
-        found = torch.full((rows.shape[1], len(self._places), rows.shape[2]), float("nan"))
         for b, row in zip(self._live, rows, strict=False):
-            found[:, b] = row
-        return found
+            self._resting.kept[(lengths[b] - 1) % self._resting.most, :, b] = row
 
     def _read(self, launched: tuple[tuple[int, int], int]) -> list[tuple[Running, Verdict]]:
         self.size, self.depth = launched

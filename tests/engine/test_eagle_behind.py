@@ -61,17 +61,29 @@ class EagerLayer:
 
     def read(self, num_rows: int) -> list[list[int]]:
         """The eager drafter has moved its logs by itself; said as a device would."""
+        logs = [self._drafter.model.mixer.state.logs[slot] for slot in self._drafter._base]  # type: ignore[attr-defined]
         return [
             [log.bank, len(log.path), self._started[b], self._fed[b], self._encoded[b]]
-            for b, log in enumerate(self._logs)
+            for b, log in enumerate(logs)
         ]
+
+    def resume(self) -> None:
+        self._fed = [1] * len(self._started)
+
+    def take_in(
+        self, slots: Sequence[int], cursors: None, tokens: Sequence[Sequence[int]], given: Tensor
+    ) -> None:
+        """On top of what the device has."""
+        assert len(given) == sum(map(len, tokens))
+        self._drafter.model.encode(slots, tokens, given)
+        self._encoded = [n + len(x) for n, x in zip(self._encoded, tokens, strict=True)]
+        self._started = [True] * len(tokens)
 
     def __call__(self, arrays: RowArrays, rnd: DeviceRound, features: Tensor, depth: int) -> None:
         drafter, slots = self._drafter, rnd.slot.tolist()[: len(self._started)]
         live = [b for b in range(len(slots)) if rnd.num_nodes[b]]
         if not live:
             return
-        self._logs = [drafter.model.mixer.state.logs[slot] for slot in slots]  # type: ignore[attr-defined]
         lengths = [
             int(rnd.path_len[b]) if self._fed[b] and b in live else 0 for b in range(len(slots))
         ]
@@ -87,7 +99,7 @@ class EagerLayer:
                 self._started[b] = True
         self._encoded = [n + more for n, more in zip(self._encoded, lengths, strict=True)]
         self._fed = [int(bool(rnd.num_nodes[b]) or self._fed[b]) for b in range(len(slots))]
-        wanted = [b for b in live if self._started[b] and arrays.remaining[b] > 1]
+        wanted = [b for b in live if depth and self._started[b] and arrays.remaining[b] > 1]
         rows = [
             DraftRow(
                 slot=slots[b], tokens=[int(rnd.tokens[b, 0])], num_prompt_tokens=1, seed=0,

@@ -96,7 +96,7 @@ DRAFTERS = {
 # Other devices' (triton, gemm), what was measured to be no faster or was not yet, and training's.
 ELSEWHERE = {
     *("triton._walk_kernel", "gemm._gemm_kernel", "triton_wy_fused._fused_kernel"),
-    *("triton_conv._packed_kernel",),
+    *("triton_conv._packed_kernel", "rows._keep_kernel"),
 }
 
 

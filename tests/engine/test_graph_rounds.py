@@ -134,10 +134,10 @@ def engine_with(model: TargetModel, drafter: Drafter, budget: str) -> tuple[Engi
     return engine, rounds
 
 
-def go(engine: Engine, requests: Sequence[Request]) -> Run:
+def go(engine: Engine, requests: Sequence[Request], every: int = 3) -> Run:
     run, waiting = Run(), list(requests)
     for step in range(400):
-        if waiting and step % 3 == 0:
+        if waiting and step % every == 0:
             engine.add(waiting.pop(0))
         run.take(engine.step())
         if not engine._graphs._flight.rows:  # type: ignore[union-attr]
@@ -169,17 +169,25 @@ def test_ngram(target: TargetModel, budget: str) -> None:
     assert max(sizes) == max(expected)
 
 
-def test_an_eagle_drafter_with_a_budget(tmp_path: Path, target: TargetModel) -> None:
-    """What it launches is played by its eager form; shapes and rest by turns."""
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_eagle_drafter_with_a_budget(
+    tmp_path: Path, target: TargetModel, captured: bool
+) -> None:
+    """What it launches is played by its eager form; shapes and rest by turns. With every graph
+    there, it stays with a row that is alone; others join and leave meanwhile."""
     import test_eagle_behind as eagle
 
     drafter = eagle.Played(path=eagle.folder(tmp_path, target), **eagle.OPTIONS)
-    engine, rounds = engine_with(target, drafter, "paying")
+    engine, _ = engine_with(target, drafter, "paying")
     assert engine.drafter is drafter
+    if captured:
+        engine.capture()
+    rested, catch_up = [], drafter.catch_up
+    drafter.catch_up = lambda *x: (rested.append(1), catch_up(*x))  # type: ignore[method-assign]
     turns = engine.spending.free = Turns(SHAPES, 2)  # type: ignore[union-attr, assignment]
-    check(go(engine, REQUESTS), target)
+    check(go(engine, REQUESTS, every=8 if captured else 3), target)
     assert {shape for shape, _ in turns.seen} >= {Shape(4, 3), Shape(1, 0)}
-    assert rounds._resting is not None
+    assert bool(rested) == captured
 
 
 class ByLaunch(Turns):
@@ -215,22 +223,49 @@ def alone(
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rests", [False, True])
 def test_a_row_alone_goes_on_in_another_shape(
-    tmp_path: Path, target: TargetModel, kernels: bool
+    tmp_path: Path, target: TargetModel, kernels: bool, rests: bool
 ) -> None:
-    """... without being loaded anew, and with the trees that it would have then."""
+    """... without being loaded anew, and with the trees that it would have then. Its drafter
+    rests and catches up where it is."""
     import test_eagle_behind as eagle
 
     heads = {"head_dim": 64, "head_v_dim": 64} if kernels else {}
     made = eagle.EagleDrafter if kernels else eagle.Played
     path = eagle.folder(tmp_path, target, **heads)
-    shapes = [shape for shape in SHAPES if shape.depth]
+    shapes = SHAPES if rests else [shape for shape in SHAPES if shape.depth]
     most = 16 if kernels else 30
     runs = [
         alone(target, made(path=path, **eagle.OPTIONS), shapes, on, most) for on in (True, False)
     ]
     assert runs[0] == runs[1]
-    assert runs[0][0] > 0, "where nothing is accepted nothing has to be taken along"
+    if not (kernels and rests):  # a few rounds of wrong drafts
+        assert runs[0][0] > 0, "where nothing is accepted nothing has to be taken along"
+
+
+def test_a_drafter_that_rests_for_long(
+    tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It catches up before there is no room, on the device as on the host."""
+    import test_eagle_behind as eagle
+
+    path = eagle.folder(tmp_path, target)
+    shapes, caught = [*[Shape(4, 3)] * 3, *[Shape(1, 0)] * 4], list[int]()
+
+    class Watched(eagle.Played):
+        def catch_up(self, tokens: Sequence[Sequence[int]], features: Tensor) -> None:
+            caught.append(len(features))
+            super().catch_up(tokens, features)
+
+    runs = []
+    for most, on in ((128, True), (5, True), (5, False)):
+        monkeypatch.setattr("specla.engine.resting.MOST_ROUNDS", most)
+        caught.clear()
+        runs.append(alone(target, Watched(path=path, **eagle.OPTIONS), shapes, on, 40))
+        assert max(caught) == {128: 7, 5: 3}[most]
+    assert runs[0] == runs[1] == runs[2]
+    assert sum(tree.num_drafts for tree in runs[0][1]) > 30, "trees tell what it knows"
 
 
 def test_ngram_goes_on_in_another_shape(target: TargetModel) -> None:
@@ -272,6 +307,9 @@ def test_a_drafter_of_the_host_that_reads_features(tmp_path: Path, target: Targe
     engine, rounds = engine_with(target, drafter, "paying")
     assert engine.spending is not None
     engine.spending.budget.account.credit = 0.5
+    assert rounds._resting is not None
+    fed, feed = [], rounds._resting.feed
+    rounds._resting.feed = lambda *x: (fed.append(x[-1]), feed(*x))  # type: ignore[method-assign]
     check(go(engine, REQUESTS), target)
     assert engine.stats.decisions.reasons["off"] > 5
-    assert rounds._resting is not None
+    assert max(fed) > 1

@@ -59,10 +59,26 @@ def test_add_partials_norm(parts: int, dtype: torch.dtype) -> None:
     for part in real:
         total = total + part
     want = x + total.to(dtype)
-    h = nan(5, WIDTH, dtype=dtype)
-    rows.add_partials_norm(x, partials, weight, h, EPS, num_partials=parts, max_partials=3)
+    h, copy = nan(5, WIDTH, dtype=dtype), nan(6, WIDTH, dtype=dtype)
+    rows.add_partials_norm(
+        x, partials, weight, h, EPS, num_partials=parts, max_partials=3, copy=copy[:5]
+    )
     assert torch.equal(x, want)
+    assert torch.equal(copy[:5], want)
+    assert copy[5].isnan().all()
     assert close(h, rms_norm(want, weight, EPS))
+
+
+def test_features_are_kept_at_their_tokens_places() -> None:
+    """Of rows that are live, in a ring."""
+    features, kept = normal(11, 2, 6, WIDTH), nan(4, 2, 5, WIDTH)
+    lengths, live = (
+        torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([1, 4, 9], [1, 0, 1])
+    )
+    rows.keep(features[:, :3], lengths, live, kept)
+    assert torch.equal(kept[0, :, 0], features[:, 0])
+    assert torch.equal(kept[8 % 4, :, 2], features[:, 2])
+    assert int(kept.isnan().sum()) == kept.numel() - 4 * WIDTH
 
 
 def test_added_by_the_product_or_here() -> None:

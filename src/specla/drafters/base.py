@@ -203,3 +203,15 @@ class ResidentDrafter(FeatureDrafter, DeviceDrafter, Protocol):
         """They no longer are; what the device knew of them is the host's again. None: a row that
         has ended, of which nothing may be taken over. rnd, features: of the last round."""
         ...
+
+
+@runtime_checkable
+class PatientDrafter(ResidentDrafter, Protocol):
+    """One that can stay with its rows on the device while it rests: launched to depth 0 over trees
+    of one node it only takes in what was accepted last."""
+
+    def catch_up(self, tokens: Sequence[Sequence[int]], features: Tensor) -> None:
+        """Rounds of one node that were not launched here, without waiting for the device: the
+        tokens that each row has emitted in them, by place, and their features as of `feed`. After
+        them the target's round before the next launch is one that is to be taken in."""
+        ...

@@ -12,7 +12,7 @@ same bits every time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -130,6 +130,15 @@ class DeviceEagle(EagleDrafter):
         self._layer.load(values)
 
     @torch.inference_mode()
+    def catch_up(self, tokens: Sequence[Sequence[int]], features: Tensor) -> None:
+        """See `PatientDrafter`."""
+        assert self._layer is not None, "bind() first"
+        slots = list(self._base)
+        self._layer.resume()
+        for rows, part in _in_parts(tokens, features, self._max_tokens):
+            self._layer.take_in(slots, None, rows, part)
+
+    @torch.inference_mode()
     def leave(self, slots: Sequence[int | None], rnd: DeviceRound, features: Features) -> None:
         """See `ResidentDrafter`."""
         assert self._layer is not None, "bind() first"
@@ -194,3 +203,13 @@ class DeviceEagle(EagleDrafter):
         mixer = self.model.mixer
         assert isinstance(mixer, GdnMixer)
         return mixer.state
+
+
+def _in_parts(
+    tokens: Sequence[Sequence[int]], features: Tensor, most: int
+) -> Iterator[tuple[list[Sequence[int]], Tensor]]:
+    """Up to `most` tokens of every row at a time. All rows have as many."""
+    count, parts = len(tokens[0]), features.unflatten(0, (len(tokens), -1))
+    for start in range(0, count, most):
+        end = min(start + most, count)
+        yield [row[start:end] for row in tokens], parts[:, start:end].flatten(0, 1)

@@ -65,6 +65,10 @@ class EagleLayer(Chain):
             columns[:3, : len(values)] = torch.tensor(values, dtype=torch.int32).t()
         self._buffers.cursors.copy_(sent(columns, self._buffers.cursors.device))
 
+    def resume(self) -> None:
+        """What the target's last round has accepted is to be taken in by the next launch."""
+        self._buffers.cursors[3].fill_(1)
+
     def read(self, num_rows: int) -> list[list[int]]:
         """Cursors of the first rows: the fields of `Cursors`."""
         values: list[list[int]] = self._buffers.cursors[:, :num_rows].t().tolist()
@@ -89,13 +93,14 @@ class EagleLayer(Chain):
     def take_in(
         self,
         slots: Sequence[int],
-        cursors: Sequence[tuple[int, int]],
+        cursors: Sequence[tuple[int, int]] | None,
         tokens: Sequence[Sequence[int]],
         features: Tensor,
     ) -> None:
         """Encode accepted tokens outside a round, as a round that had accepted them, without
-        waiting for the device. cursors: bank and path_len; features [n, layers * T]: a row per
-        token, end to end. No slots: launches over idle rows."""
+        waiting for the device. cursors: bank and path_len; None: as the device has them, whose
+        rows these are. features [n, layers * T]: a row per token, end to end. No slots: launches
+        over idle rows."""
         num_rows = bucket(max(1, len(slots)))
         # Two widths, so that few kernels are compiled.
         few = max(map(len, tokens), default=self.max_tokens) <= self._limits.path
@@ -110,8 +115,9 @@ class EagleLayer(Chain):
         parts = features.unflatten(-1, (-1, self._w.embed_norm.shape[0])).transpose(0, 1)
         room = self._buffers.take("given", len(parts), num_rows * width, parts.shape[2])
         room[:, ints(at, room.device)] = parts
-        self.load([(*one, True) for one in cursors])
-        self._buffers.cursors[3].fill_(1)
+        if cursors is not None:
+            self.load([(*one, True) for one in cursors])
+        self.resume()
         self._encode(given, enc, kernels.Cursors(*self._buffers.cursors[:, :num_rows]), room)
 
     # ---- launches

@@ -13,6 +13,7 @@ from specla.engine.running import Running
 from specla.models.features import Features
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.sampling.filters import is_unfiltered
+from specla.sampling.triton import VERDICT_HEADER
 
 MAX_ENDS = 16
 # As good as no limit, and what an int32 can hold.
@@ -48,6 +49,32 @@ def new_rows(num_rows: int, history: int, device: torch.device) -> RowArrays:
         temperature=zeros(num_rows, dtype=torch.float64),
         ends=zeros(num_rows, MAX_ENDS),
         history=zeros(num_rows, history),
+    )
+
+
+def new_pair(num_rows: int, history: int, device: torch.device) -> tuple[RowArrays, RowArrays]:
+    """On the device, and pinned as the host fills them."""
+    rows = new_rows(num_rows, history, device)
+    return rows, RowArrays(*(torch.zeros_like(x, device="cpu").pin_memory() for x in rows))
+
+
+def new_bucket(
+    rnd: DeviceRound, rows: tuple[RowArrays, RowArrays], features: Features | None
+) -> BucketRound:
+    """Without graphs yet. rows: on the device, and as the host fills them."""
+    num_rows, num_nodes = rnd.tokens.shape
+    words = num_rows, VERDICT_HEADER + num_nodes + 1
+    verdicts = torch.zeros(words, dtype=torch.int32, device=rnd.tokens.device)
+    return BucketRound(
+        rnd=rnd,
+        rows=rows[0],
+        host=rows[1],
+        verdicts=verdicts,
+        read=[torch.zeros(words, dtype=torch.int32).pin_memory() for _ in "ab"],
+        read_path=torch.zeros(rnd.path.shape, dtype=torch.int32).pin_memory(),
+        graphs={},
+        logits=verdicts[:0],
+        features=features,
     )
 
 

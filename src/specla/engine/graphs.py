@@ -6,7 +6,8 @@ starts the next one before it has read the last one's tokens (it is one round be
 the device again only when rows join, or leave for reasons that the host alone knows.
 
 A free round that does not draft leaves out the drafter: one that reads features is fed with many
-of them at once (`engine.resting`).
+of them at once (`engine.resting`). A row that is alone stays where it is meanwhile, if its drafter
+can catch up with it there.
 
 A *driven* round gets its trees from the host: a drafter that runs there, or a row that draws with
 filters, penalties or reports, which only the host's acceptance knows. It is the same graph
@@ -18,7 +19,7 @@ one follows from its own parameters (rule I4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,21 +28,22 @@ from specla.drafters.base import (
     DeviceDrafter,
     Drafter,
     FeatureDrafter,
+    PatientDrafter,
     ResidentDrafter,
     Shape,
     shapes,
 )
-from specla.engine.device_rows import BucketRound, fill_rows, is_device_row, new_rows
+from specla.engine.device_rows import BucketRound, fill_rows, is_device_row, new_bucket, new_pair
 from specla.engine.flight import Flight, to_verdict
-from specla.engine.resting import Rested, Resting
-from specla.engine.running import NO_TOKEN, Running
+from specla.engine.resting import Resting
+from specla.engine.running import Running
 from specla.errors import ConfigError
 from specla.models.base import KernelChoice, TargetModel
 from specla.models.features import Features
 from specla.ops.capture import captured
 from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
 from specla.sampling.accept import Verdict
-from specla.sampling.triton import VERDICT_HEADER, Choices, accept, choose, new_choices
+from specla.sampling.triton import Choices, accept, choose, new_choices
 from specla.state import State
 from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
@@ -49,6 +51,8 @@ from specla.topology.tree import DraftTree
 MAX_HISTORY = 1 << 16
 """Tokens of a row that a device drafter can look back on."""
 PLAIN = Shape(1, 0)
+TAKES_IN = -1
+"""In place of a depth: a drafter takes in what was accepted, and that is all."""
 Tick = Callable[[int, int], None]
 
 
@@ -79,12 +83,13 @@ class GraphRounds:
         # By number of rows: on the device, and as the host fills them.
         self._arrays: dict[int, tuple[RowArrays, RowArrays]] = {}
         self._room = self._new_room()
+        self._resting = None if self._room is None else Resting(self._room, self._max_rows)
+        self._stays = False
         self._flight = Flight()
         self.resting = False
         """A drafter of the host is not asked for now: rounds of one node need no host."""
         self.features: Features | None = None
         """Of the last driven round's nodes, until the next one."""
-        self._resting: Resting | None = None
         # Of the next launch, and of the last.
         self._key, self._depth = (1, 1), 0
         self._launched = self._key, self._depth
@@ -135,6 +140,8 @@ class GraphRounds:
         """Make every graph there can be, so that no round has to."""
         sizes = [1 << i for i in range(self._max_rows.bit_length())]
         wanted = [(b, shape) for b in sizes for shape in self._shapes()]
+        if self._width and isinstance(self._drafter, PatientDrafter):
+            wanted.append((1, Shape(1, TAKES_IN)))
         for i, (b, shape) in enumerate(wanted):
             self._graph(b, shape)
             if tick:
@@ -173,17 +180,30 @@ class GraphRounds:
 
     def _goes_on_in(self, shape: Shape) -> bool:
         """Take this shape, if the device can go on in it with the rows that it has: graphs over
-        one row's nodes have the same memory, those over several rows' only to other depths. What
-        a drafter misses that rests would have to be kept from here on, or be fed."""
+        one row's nodes have the same memory, those over several rows' only to other depths. A
+        drafter that reads features must be one that stays with its row while it rests."""
         before, wanted = Shape(self._key[1], self._depth), (self._key[0], shape.nodes)
         if shape != before:
             alike = self._key[0] == 1 or shape.nodes == before.nodes
-            made = wanted in self._buckets and shape.depth in self._buckets[wanted].graphs
             drafts = shape.depth and before.depth
-            if not (alike and made and (drafts or not isinstance(self._drafter, FeatureDrafter))):
+            goes = drafts or self._stays or not isinstance(self._drafter, FeatureDrafter)
+            if not (alike and goes and shape.depth in self._graphs_of(*wanted)):
                 return False
+            if self._stays and not drafts:
+                self._turn(shape)
         self._key, self._depth = wanted, shape.depth
         return True
+
+    def _turn(self, shape: Shape) -> None:
+        """A drafter that stays with its row rests from here on, or no longer."""
+        assert self._resting is not None
+        if shape.depth:
+            # The last round is under way: the next launch takes it in.
+            self._feed([], self._resting.count - 1)
+        else:
+            # What was accepted last, before other features are where its are.
+            self._buckets[1, 1].graphs[TAKES_IN].replay()
+        self._resting.count = 0
 
     def _next_shape(self, rows: Sequence[Running]) -> Shape:
         if self.resting or not rows:
@@ -195,60 +215,49 @@ class GraphRounds:
     def _resident(self) -> ResidentDrafter | None:
         """The drafter, if the device has what it knows of these rows."""
         drafter = self._drafter
-        return drafter if self._depth and isinstance(drafter, ResidentDrafter) else None
+        there = self._depth or self._stays
+        return drafter if there and isinstance(drafter, ResidentDrafter) else None
 
     def settle(self) -> list[tuple[Running, Verdict]]:
         """Read the round under way, if there is one, and bring the host's cursors up to date."""
         ended = self._read(self._launched) if self._flight.unread else []
         if self._flight.rows:
+            if self._resting is not None and self._resting.count:
+                # What stays on the device leaves with the last one.
+                self._feed(ended, self._resting.count - self._stays)
             if resident := self._resident:
                 slots = [None if row.finish_reason else row.slot for row in self._flight.rows]
                 resident.leave(slots, *self._last_round())
-            if self._resting is not None and self._resting.count:
-                self._feed(ended, self._resting.count)
             self._land()
         return ended
 
     def _feed(self, ended: Sequence[tuple[Running, Verdict]], count: int) -> None:
         """The drafter with the first `count` rounds that it was not asked in. ended: what the
         last of them came to, where the rows do not have it yet."""
-        assert self._resting is not None
-        assert isinstance(self._drafter, FeatureDrafter)
-        last = {row.slot: verdict for row, verdict in ended if row.finish_reason is None}
-        rested = []
-        for place, row in enumerate(self._flight.rows):
-            verdict = last.get(row.slot)
-            gone = verdict is not None and (verdict is NO_TOKEN or verdict.finish is not None)
-            if row.finish_reason is None and not gone:
-                tokens = [*row.tokens, *(verdict.emitted if verdict else ())]
-                rested.append(Rested(place, row.slot, tokens))
-        self._resting.feed(self._drafter, rested, count)
+        drafter, rows, resting = self._drafter, self._flight.rows, self._resting
+        assert resting is not None
+        if self._stays:
+            assert isinstance(drafter, PatientDrafter)
+            resting.catch_up(drafter, rows, count)
+        else:
+            assert isinstance(drafter, FeatureDrafter)
+            resting.feed(drafter, rows, ended, count)
 
     def _load(self, rows: Sequence[Running]) -> None:
-        self._rest()
+        if self._resting is not None:
+            self._resting.count = 0
+        self._stays = self._key[0] == 1 and TAKES_IN in self._graphs_of(1, 1)
         self._graph(self._key[0], Shape(self._key[1], self._depth))
         self._flight.load(rows)
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
         self._plan(rows, trees, self._key[1])
         fill_rows(self._buckets[self._key], rows, history=True)
 
-    def _rest(self) -> None:
-        """Room for what a drafter misses, if these rounds do not draft and it reads features."""
-        rests = isinstance(self._drafter, FeatureDrafter) and not self._depth
-        if rests and self._resting is None:
-            self._resting = self._new_resting()
-        elif self._resting is not None:
-            self._resting.count = 0
-
-    def _new_resting(self) -> Resting:
-        assert self._room is not None
-        return Resting(self._room, self._max_rows)
-
     def _launch(self) -> list[tuple[Running, Verdict]]:
         last = self._launched
         self._start()
         if self._resting is not None and not self._depth:
-            self._resting.keep(self._outputs())
+            self._resting.count += 1
             if self._resting.is_full:
                 # Of this round and the one before nobody has read the tokens yet.
                 self._feed([], self._resting.count - 2)
@@ -264,12 +273,6 @@ class GraphRounds:
         one.graphs[self._depth].replay()
         one.read[place].copy_(one.verdicts, non_blocking=True)
         self._events[place].record()
-
-    def _outputs(self) -> Tensor:
-        """Features of the round that was launched last, [layers, M, D]."""
-        features = self._buckets[self._key].features
-        assert features is not None
-        return features.room
 
     def _read(self, launched: tuple[tuple[int, int], int]) -> list[tuple[Running, Verdict]]:
         """The round before the one that is counted next, of that size and depth."""
@@ -330,6 +333,10 @@ class GraphRounds:
 
     # ---- graphs
 
+    def _graphs_of(self, num_rows: int, nodes: int) -> Iterable[int]:
+        """The depths of those that there are."""
+        return self._buckets[num_rows, nodes].graphs if (num_rows, nodes) in self._buckets else ()
+
     def _graph(self, num_rows: int, shape: Shape) -> None:
         key, depth = (num_rows, shape.nodes), shape.depth
         if key not in self._buckets:
@@ -344,9 +351,13 @@ class GraphRounds:
     def _launches(self, one: BucketRound, depth: int) -> None:
         if depth:
             assert isinstance(self._drafter, DeviceDrafter)
-            self._drafter.launch(one.rows, one.rnd, one.features, depth=depth)
+            self._drafter.launch(one.rows, one.rnd, one.features, depth=max(0, depth))
+        if depth == TAKES_IN:
+            return
         plan = DevicePlan(one.rnd, (), self._kernel(*one.rnd.tokens.shape))
         one.logits = self._model.verify(plan, self._state, one.features)
+        if self._resting is not None and not depth and one.rnd.tokens.shape[1] == 1:
+            self._resting.keep(one)
         choose(one.logits, one.rows, one.rnd, self._choices)
         accept(
             self._choices, one.rows, one.rnd, one.verdicts,
@@ -355,28 +366,14 @@ class GraphRounds:
 
     def _new_round(self, num_rows: int, num_nodes: int) -> BucketRound:
         rnd = self._state.rounds.round(num_rows, num_nodes)
-        words = num_rows, VERDICT_HEADER + num_nodes + 1
-        rows, host = self._rows_of(num_rows)
-        verdicts = torch.zeros(words, dtype=torch.int32, device=self._state.device)
-        return BucketRound(
-            rnd=rnd,
-            rows=rows,
-            host=host,
-            verdicts=verdicts,
-            read=[torch.zeros(words, dtype=torch.int32).pin_memory() for _ in "ab"],
-            read_path=torch.zeros(rnd.path.shape, dtype=torch.int32).pin_memory(),
-            graphs={},
-            logits=verdicts[:0],
-            features=self._new_features(num_rows * num_nodes),
-        )
+        features = self._new_features(num_rows * num_nodes)
+        return new_bucket(rnd, self._rows_of(num_rows), features)
 
     def _rows_of(self, num_rows: int) -> tuple[RowArrays, RowArrays]:
         """On the device, and as the host fills them; every shape's are the same."""
         if num_rows not in self._arrays:
             history = MAX_HISTORY if self._looks_back else 1
-            rows = new_rows(num_rows, history, self._state.device)
-            host = RowArrays(*(torch.zeros_like(x, device="cpu").pin_memory() for x in rows))
-            self._arrays[num_rows] = rows, host
+            self._arrays[num_rows] = new_pair(num_rows, history, self._state.device)
         return self._arrays[num_rows]
 
     def _new_room(self) -> Tensor | None:
@@ -384,8 +381,8 @@ class GraphRounds:
         if not isinstance(self._drafter, FeatureDrafter):
             return None
         layers, most = len(self._drafter.feature_layers), self._max_rows * self._max_nodes
-        width, model = self._model.info.hidden_size, self._model
-        return torch.zeros(layers, most, width, dtype=model.dtype, device=model.device)
+        like = torch.zeros((), dtype=self._model.dtype, device=self._model.device)
+        return like.new_zeros(layers, most, self._model.info.hidden_size)
 
     def _new_features(self, num_flat: int) -> Features | None:
         if self._room is None or not isinstance(self._drafter, FeatureDrafter):

@@ -3,68 +3,96 @@
 
 Rounds without drafts need neither the drafter nor the host, but a drafter must know every token
 before it drafts again. Each of these rounds commits one token per row, so one row of features per
-round and place is all there is; it is copied aside behind the round, by a launch and without a
-word from the device, and the drafter is fed many rounds at once.
+round and place is all there is; the round itself puts it aside, at its token's place in a ring
+(`ops.rows.keep`), so that it is one launch as in plain decoding, and the drafter is fed many
+rounds at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from specla.drafters.base import FeatureDrafter, Observation
+from specla.drafters.base import FeatureDrafter, Observation, PatientDrafter
+from specla.engine.device_rows import BucketRound
+from specla.engine.running import NO_TOKEN, Running
+from specla.ops.rows import keep
+from specla.ops.transfer import ints
+from specla.sampling.accept import Verdict
 from specla.topology.tree import DraftTree
 
 MOST_ROUNDS, MOST_BYTES = 128, 1 << 25
 """Kept before the drafter is fed: these rounds, or fewer where they take more memory than that."""
 
 
-class Rested(NamedTuple):
-    """A row whose drafter rests. tokens: prompt and output up to the last round to be fed."""
-
-    place: int
-    slot: int
-    tokens: Sequence[int]
-
-
 class Resting:
     """Of one engine. like: a round's features [layers, M, D], of whose first `num_rows` rows each
-    is a sequence's."""
+    is a sequence's. kept [most, layers, num_rows, D]: the ring, by tokens before the node."""
 
     def __init__(self, like: Tensor, num_rows: int) -> None:
         layers, _, width = like.shape
         each = num_rows * layers * width * like.element_size()
         self.most = max(4, min(MOST_ROUNDS, MOST_BYTES // each))
-        self._kept = like.new_empty(self.most, layers, num_rows, width)
+        self.kept = like.new_zeros(self.most, layers, num_rows, width)
         self.count = 0
+        """Rounds that the drafter has missed."""
 
     @property
     def is_full(self) -> bool:
         """Whether there is no room for another round."""
         return self.count == self.most
 
-    def keep(self, features: Tensor) -> None:
-        """Of the round just launched; more rows than places are padding."""
-        rows = min(features.shape[1], self._kept.shape[2])
-        self._kept[self.count, :, :rows].copy_(features[:, :rows])
-        self.count += 1
+    def keep(self, one: BucketRound) -> None:
+        """A launch within a round of one node."""
+        assert one.features is not None
+        keep(one.features.room, one.rows.len_tokens, one.rnd.num_nodes, self.kept)
 
-    def feed(self, drafter: FeatureDrafter, rows: Sequence[Rested], count: int) -> None:
-        """The first `count` rounds, which are forgotten; the rows' last tokens are theirs."""
-        if count and rows:
-            # A round of one node after another is a chain that was accepted.
-            seen = [_chain(row, count) for row in rows]
-            parts = [self._kept[:count, :, row.place].flatten(1) for row in rows]
-            drafter.feed(seen, torch.cat(parts))
-        left = self._kept[count : self.count].clone()
-        self._kept[: len(left)] = left
-        self.count = len(left)
+    def feed(
+        self,
+        drafter: FeatureDrafter,
+        rows: Sequence[Running],
+        ended: Sequence[tuple[Running, Verdict]],
+        count: int,
+    ) -> None:
+        """The first `count` rounds, which are forgotten, to a drafter of the host. rows: by place.
+        ended: what the last of them came to, where the rows do not have it yet."""
+        last = {row.slot: verdict for row, verdict in ended if row.finish_reason is None}
+        seen, texts = list[Observation](), list[tuple[int, Sequence[int]]]()
+        for place, row in enumerate(rows):
+            verdict = last.get(row.slot)
+            gone = verdict is not None and (verdict is NO_TOKEN or verdict.finish is not None)
+            if count and row.finish_reason is None and not gone:
+                tokens = [*row.tokens, *(verdict.emitted if verdict else ())]
+                texts.append((place, tokens))
+                seen.append(_chain(row.slot, tokens[-count - 1 :]))
+        if seen:
+            drafter.feed(seen, self._features(texts, count))
+        self.count -= count
+
+    def catch_up(self, drafter: PatientDrafter, rows: Sequence[Running], count: int) -> None:
+        """The same to one that stayed on the device. The last of the rounds is the last that the
+        rows know of; a row that the host has ended has no use for them."""
+        if not any(row.finish_reason for row in rows):
+            texts = [(place, row.tokens) for place, row in enumerate(rows)]
+            tokens = [list(x[len(x) - count :]) for _, x in texts]
+            drafter.catch_up(tokens, self._features(texts, count))
+        self.count -= count
+
+    def _features(self, texts: Sequence[tuple[int, Sequence[int]]], count: int) -> Tensor:
+        """[n, layers * D] of the rounds that texts end with, by place, end to end."""
+        _, layers, places, width = self.kept.shape
+        at = [
+            ((n - 1) % self.most * layers + layer) * places + place
+            for place, tokens in texts
+            for n in range(len(tokens) - count, len(tokens))
+            for layer in range(layers)
+        ]
+        found = self.kept.view(-1, width).index_select(0, ints(at, self.kept.device))
+        return found.view(len(at) // layers, layers * width)
 
 
-def _chain(row: Rested, count: int) -> Observation:
-    emitted = tuple(row.tokens[-count:])
-    tree = DraftTree.chain(row.tokens[-count - 1], emitted[:-1])
-    return Observation(slot=row.slot, tree=tree, path=tuple(range(count)), emitted=emitted)
+def _chain(slot: int, tokens: Sequence[int]) -> Observation:
+    """A round of one node after another is a chain that was accepted."""
+    tree, path = DraftTree.chain(tokens[0], tokens[1:-1]), tuple(range(len(tokens) - 1))
+    return Observation(slot=slot, tree=tree, path=path, emitted=tuple(tokens[1:]))

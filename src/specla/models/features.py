@@ -39,6 +39,14 @@ class Features:
             x = x.clone()
         self._outputs[layer] = x
 
+    def written(self, layer: int, num_rows: int) -> Tensor | None:
+        """Where the model writes this layer's output of so many rows by itself, [num_rows, D],
+        instead of `take`; None: it is not wanted, or there is no room."""
+        if self._room is None or layer not in self.layers:
+            return None
+        self._outputs[layer] = x = self._room[self.layers.index(layer), :num_rows]
+        return x
+
     def output(self, layer: int) -> Tensor:
         """[M, D] of one layer."""
         return self._outputs[layer]

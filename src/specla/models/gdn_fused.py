@@ -165,7 +165,8 @@ class FusedDecoder:
         kernel: str = WALK,
     ) -> Tensor:
         """Logits [M, vocab] float32 of every node (rows of idle nodes are undefined): a view that
-        the next call writes again. features: copies of layers' outputs, one more kernel each.
+        the next call writes again. features: copies of layers' outputs; without room for them one
+        more kernel each.
         kernel: WALK, or CLOSED (not exact)."""
         assert kernel in (WALK, CLOSED), kernel
         num_rows = rnd.tokens.numel()
@@ -188,8 +189,9 @@ class FusedDecoder:
             hidden = buffers.hidden[:num_rows]
             layer.gate_up(h, hidden)
             layer.down(hidden, buffers.partials)
-            self._add(x, layer.down, norm, h)
-            if features is not None:
+            copy = None if features is None else features.written(i, num_rows)
+            self._add(x, layer.down, norm, h, copy)
+            if features is not None and copy is None:
                 features.take(i, x, copy=True)
         logits = buffers.logits[:num_rows]
         self.head(h, logits)
@@ -255,11 +257,13 @@ class FusedDecoder:
     def _early(self, num_rows: int) -> bool:
         return self._options.early and num_rows <= self._stream_rows
 
-    def _add(self, x: Tensor, linear: PackedLinear, norm: Tensor, h: Tensor) -> None:
+    def _add(
+        self, x: Tensor, linear: PackedLinear, norm: Tensor, h: Tensor, copy: Tensor | None = None
+    ) -> None:
         rows.add_partials_norm(
             x, self.buffers.partials, norm, h, self._eps,
             num_partials=linear.num_partials(x.shape[0]), max_partials=linear.max_partials,
-            pdl=self._pdl, early=self._early(x.shape[0]),
+            copy=copy, pdl=self._pdl, early=self._early(x.shape[0]),
         )  # fmt: skip
 
 

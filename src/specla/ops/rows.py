@@ -66,6 +66,7 @@ def add_partials_norm(
     *,
     num_partials: int,
     max_partials: int,
+    copy: Tensor | None = None,
     pdl: bool = False,
     early: bool = False,
 ) -> None:
@@ -74,16 +75,19 @@ def add_partials_norm(
     x, h [M, D]; weight [D]. partials: float32, the first num_partials * M * D elements are
     [num_partials, M, D] and are added in order, starting from zero. max_partials is the same for
     every call on a weight, so that all of them run one compiled kernel. With 0 partials x stays
-    as it is. x None: zero, and not kept.
+    as it is. x None: zero, and not kept. copy [M, D]: where the new x is written as well.
     """
     num_rows, width = h.shape
-    assert all(tensor.is_contiguous() for tensor in (h if x is None else x, h))
+    other = h if copy is None else copy
+    assert all(tensor.is_contiguous() for tensor in (h if x is None else x, h, other))
+    assert other.shape == h.shape
     assert num_partials <= max_partials
     _add_partials_norm_kernel[(num_rows,)](
         h if x is None else x,
         partials,
         weight,
         h,
+        other,
         num_rows,
         num_partials,
         eps,
@@ -91,6 +95,7 @@ def add_partials_norm(
         BLOCK=triton.next_power_of_2(width),
         PARTIALS=max_partials,
         KEEP=x is not None,
+        COPY=copy is not None,
         PDL=pdl,
         EARLY=early,
         num_warps=_warps(width),
@@ -133,6 +138,23 @@ def gated_norm(
         num_warps=_warps(width),
         launch_pdl=pdl,
     )
+
+
+def keep(features: Tensor, len_tokens: Tensor, num_nodes: Tensor, kept: Tensor) -> None:
+    """Put aside the features of trees of one node: kept[(len_tokens[b] - 1) % most, :, b] =
+    features[:, b] for every row b whose num_nodes is not 0.
+
+    features [layers, M, D], each [M, D] contiguous; len_tokens, num_nodes int32 [B], the tokens
+    up to the node; kept [most, layers, >= B, D].
+    """
+    most, layers, places, width = kept.shape
+    assert len(num_nodes) <= places
+    assert features[0].is_contiguous()
+    assert kept.is_contiguous()
+    _keep_kernel[(len(num_nodes), layers)](
+        features, len_tokens, num_nodes, kept, features.stride(0), most, places, D=width,
+        BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+    )  # fmt: skip
 
 
 def _warps(width: int) -> int:
@@ -218,6 +240,7 @@ def _add_partials_norm_kernel(
     partials_ptr,
     weight_ptr,
     h_ptr,
+    copy_ptr,
     num_rows,
     num_partials,
     eps,
@@ -225,6 +248,7 @@ def _add_partials_norm_kernel(
     BLOCK: tl.constexpr,
     PARTIALS: tl.constexpr,
     KEEP: tl.constexpr,
+    COPY: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -257,6 +281,8 @@ def _add_partials_norm_kernel(
             if KEEP:
                 tl.store(x_ptr + at, x, mask=inside)
             x = x.to(tl.float32)
+        if COPY:
+            tl.store(copy_ptr + at, round_to(x, dtype), mask=inside)
         h = _normed(x, weight, eps, D)
         tl.store(h_ptr + at, round_to(h, h_ptr.dtype.element_ty), mask=inside)
 
@@ -291,3 +317,19 @@ def _gated_norm_kernel(
         gate = tl.load(gate_ptr + row * STRIDE + head * V + column, mask=inside, other=0.0)
         y = y * silu(gate.to(tl.float32))
     tl.store(out_ptr + at, round_to(y, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["stride", "most", "places"])
+def _keep_kernel(
+    features_ptr, len_ptr, num_nodes_ptr, kept_ptr, stride, most, places,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b, layer, layers = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    if tl.load(num_nodes_ptr + b) == 0:
+        return
+    column = tl.arange(0, BLOCK)
+    at = layer.to(tl.int64) * stride + b * D + column
+    x = tl.load(features_ptr + at, mask=column < D, other=0.0)
+    place = (tl.load(len_ptr + b) - 1) % most
+    row = (place * layers + layer).to(tl.int64) * places + b
+    tl.store(kept_ptr + row * D + column, x, mask=column < D)
