@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper's kernel for one node a row, without a device: it compiles, asks for the state before it
-waits, keeps barriers out of the log's loop, does not spill, and as many programs fit a
-multiprocessor as are launched. On a device (marked gpu) its bits are those of the walk."""
+"""Hopper's kernel for many rows of few nodes, without a device: it compiles, asks for the state
+before it waits, keeps barriers out of the log's loop and out of the nodes', does not spill, and
+as many programs fit a multiprocessor as are launched. On a device (marked gpu) its bits are those
+of the walk."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import replace
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_inputs import random_parents
 from torch import Tensor
 
 from specla.ops.contract import RecurrentShape
@@ -39,15 +42,18 @@ SHAPES = {
     "4 x 64 x 128": replace(WIDE, num_key_heads=4, num_value_heads=4, key_dim=64, value_dim=128),
     "2/4 x 128 x 64": NARROW,
 }
+MORE = (WIDE, 2, True), (WIDE, 8, True), (NARROW, 4, False), (SHAPES["16/32 x 128"], 4, True)
 SHARED = 228 * 1024  # bytes of a multiprocessor; each program takes another 1024
 REGISTERS = 65536
-INTEGERS = ("slot", "num_nodes", "bank", "ring_len", "path_len", "path")
+INTEGERS = ("slot", "num_nodes", "bank", "ring_len", "path_len", "path", "walk")
 
 
-def compiled(shape: RecurrentShape, tile: decode.DecodeTile, *, pdl: bool) -> Any:
+def compiled(
+    shape: RecurrentShape, tile: decode.DecodeTile, nodes: int, *, branching: bool, pdl: bool
+) -> Any:
     meta = {"H": shape.num_key_heads, "G": shape.num_value_heads}
     meta |= {"K": shape.key_dim, "V": shape.value_dim, "LANES": kernels.lanes_for(shape.key_dim)}
-    meta |= {"LOG": decode.LOG, "REST": tile.rest, "TILE": tile.rows, "STAGES": tile.stages}
+    meta |= decode.constants(tile, nodes, branching=branching)
     meta |= {"PDL": pdl, "num_warps": tile.warps}
     kernel = decode._decode_kernel
     names = kernel.arg_names
@@ -64,11 +70,20 @@ def compiled(shape: RecurrentShape, tile: decode.DecodeTile, *, pdl: bool) -> An
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.parametrize(("shape", "pdl"), [(WIDE, True), (NARROW, True), (WIDE, False)])
-def test_compiles_for_hopper(shape: RecurrentShape, pdl: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "nodes", "pdl"),
+    [
+        (WIDE, 1, True),
+        (NARROW, 1, True),
+        (WIDE, 1, False),
+        (WIDE, 4, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
+    ],
+)
+def test_compiles_for_hopper(shape: RecurrentShape, nodes: int, pdl: bool, tmp_path: Path) -> None:
     """Gluon changes between versions of Triton."""
-    tile = decode.tile_for(shape, lanes=kernels.lanes_for(shape.key_dim), pdl=pdl)
-    kernel = compiled(shape, tile, pdl=pdl)
+    tile = decode.tile_for(shape, nodes, lanes=kernels.lanes_for(shape.key_dim), pdl=pdl)
+    kernel = compiled(shape, tile, nodes, branching=nodes > 2, pdl=pdl)
     ptx = kernel.asm["ptx"]
     if pdl:
         assert ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
@@ -76,6 +91,7 @@ def test_compiles_for_hopper(shape: RecurrentShape, pdl: bool, tmp_path: Path) -
     assert longest_pass_without_barrier(ptx) >= 2 * 2 * shape.key_dim * tile.rows // (
         32 * tile.warps
     )
+    assert nodes == 1 or not barrier_after_first_shuffle(ptx)
     source = tmp_path / "kernel.ptx"
     source.write_text(ptx)
     command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source)]
@@ -102,16 +118,25 @@ def longest_pass_without_barrier(ptx: str) -> int:
     return longest
 
 
+def barrier_after_first_shuffle(ptx: str) -> bool:
+    """Whether warps wait for each other between a node's sums and the next unit."""
+    nodes = ptx[ptx.index("shfl.sync") :]
+    loop = nodes[: nodes.rindex("shfl.sync")]
+    return re.search(r"\bbar\.sync", loop) is not None
+
+
 def test_tiles() -> None:
-    """Four rows a lane where there are so many; a head is a whole number of tiles."""
-    wide = decode.tile_for(WIDE, lanes=16, pdl=True)
+    """Four rows a lane where there are so many; a head is a whole number of tiles; one node."""
+    wide = decode.tile_for(WIDE, 1, lanes=16, pdl=True)
     assert wide.rows == 32
-    assert decode.tile_for(NARROW, lanes=8, pdl=False).rows == 64
-    assert not decode.pays(WIDE, 64, wide._replace(rows=48), torch.device("cpu"))
+    assert decode.tile_for(NARROW, 4, lanes=8, pdl=False).rows == 64
+    cpu = torch.device("cpu")
+    assert not decode.pays(WIDE, 64, 1, wide._replace(rows=48), cpu)
+    assert not decode.pays(WIDE, 64, decode.MOST_NODES + 1, wide, cpu)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("rows", [5, 64])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_bits_of_the_walk(name: str, rows: int) -> None:
     """What `walk` chooses, the same kernel anyway, other rings and rows a lane; idle rows; empty
@@ -120,20 +145,43 @@ def test_the_bits_of_the_walk(name: str, rows: int) -> None:
         pytest.skip("the decode kernel is for compute capability 9.0")
     shape = SHAPES[name]
     lanes = kernels.lanes_for(shape.key_dim)
-    tile, with_pdl = (decode.tile_for(shape, lanes=lanes, pdl=pdl) for pdl in (False, True))
+    tile, with_pdl = (decode.tile_for(shape, 1, lanes=lanes, pdl=pdl) for pdl in (False, True))
     other = tile._replace(rows=tile.rows // 2, programs=1, stages=3)
-    want = one_node_each(shape, rows, kernels.Tile(8, 1))
+    want = few_nodes_each(shape, rows, 1, kernels.Tile(8, 1))
     for choice in (None, tile, with_pdl, other):
-        assert all(map(torch.equal, want, one_node_each(shape, rows, choice))), choice
+        got = few_nodes_each(shape, rows, 1, choice)
+        assert all(map(torch.equal, want, got)), choice
 
 
-def one_node_each(
-    shape: RecurrentShape, rows: int, tile: kernels.Tile | decode.DecodeTile | None
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 64])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_bits_of_the_walk_of_trees(name: str, rows: int) -> None:
+    """Random trees of up to so many nodes; chains, without a checkpoint as well."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the decode kernel is for compute capability 9.0")
+    shape, lanes = SHAPES[name], kernels.lanes_for(SHAPES[name].key_dim)
+    for nodes, branching in ((2, True), (3, True), (4, True), (8, True), (3, False), (8, False)):
+        tile = decode.tile_for(shape, nodes, lanes=lanes, pdl=True)
+        want = few_nodes_each(shape, rows, nodes, kernels.Tile(8, 1), branching=branching)
+        for choice in (tile, tile._replace(rows=tile.rows // 2, log=4, rest=2)):
+            got = few_nodes_each(shape, rows, nodes, choice, branching=branching)
+            assert all(map(torch.equal, want, got)), (nodes, branching, choice)
+
+
+def few_nodes_each(
+    shape: RecurrentShape,
+    rows: int,
+    nodes: int,
+    tile: kernels.Tile | decode.DecodeTile | None,
+    *,
+    branching: bool = True,
 ) -> list[Tensor]:
-    """A round of one node a row; every fifth row is idle."""
+    """A round of 1 to `nodes` nodes a row (chains: not `branching`); every fifth row is idle."""
     generator = torch.Generator("cuda").manual_seed(3)
     normal = partial(torch.randn, generator=generator, device="cuda")
-    state = State(shape, num_slots=rows, max_nodes=4, log_capacity=24, device="cuda")
+    most = max(nodes, 4)
+    state = State(shape, num_slots=rows, max_nodes=most, log_capacity=24, device="cuda")
     layer = state.layers[0]
     for tensor in (layer.S, *layer.factors[:2]):
         tensor.copy_(normal(tensor.shape) * 0.3)
@@ -142,13 +190,22 @@ def one_node_each(
     logs: list[tuple[int, tuple[int, ...]]] = [(0, ()), (17, (0, 2)), (24, (0,)), (7, (1,))]
     for slot in slots:
         state.logs[slot].ring_len, state.logs[slot].path = logs[slot % 4]
-    rnd = state.begin(slots, [DraftTree((0,), (-1,))] * rows).round  # type: ignore[union-attr]
+    sizes = [max(1, nodes - b % 3 * (nodes // 2)) for b in range(rows)]
+    parents = [random_parents(b, n) if branching else (*range(-1, n - 1),)
+               for b, n in enumerate(sizes)]  # fmt: skip
+    trees = [DraftTree(tuple(range(len(p))), p) for p in parents]
+    rnd = state.begin(slots, trees).round  # type: ignore[union-attr]
     rnd.num_nodes[4::5] = 0
     compile_walks(rnd)
-    workspace = kernels.Workspace.allocate(shape, rows, torch.bfloat16, "cuda")
+    columns = rnd.parents.shape[1]
+    workspace = kernels.Workspace.allocate(shape, rows * columns, torch.bfloat16, "cuda")
     for tensor in (workspace.q, workspace.v, workspace.beta):
         tensor.copy_(normal(tensor.shape) * 0.3)
-        tensor[4::5] = float("nan")
+        for b, n in enumerate(rnd.num_nodes.tolist()):
+            tensor[b * columns + n : (b + 1) * columns] = float("nan")
     workspace.o.zero_()
-    kernels.walk(layer, rnd, workspace, shape=shape, log_capacity=24, threshold=24, tile=tile)
+    kernels.walk(
+        layer, rnd, workspace, shape=shape, log_capacity=24, threshold=24, tile=tile,
+        branching=branching,
+    )  # fmt: skip
     return [workspace.o, layer.S, *layer.factors]

@@ -66,7 +66,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         tile: StreamTile, num_nodes: int,
     ) -> None:  # fmt: skip
         more = {"NODES": num_nodes, "LOG": 2, "TILE": tile.rows, "LATE": tile.late}
-        run(grid, arguments, meta | more | {"num_warps": tile.warps})
+        meta |= more | {"num_warps": tile.warps}
+        run(stream._stream_kernel, grid, arguments, meta)
 
     monkeypatch.setattr(stream, "launch", launch)
 

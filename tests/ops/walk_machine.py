@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `ops.gdn.triton_stream` on a CPU, which Triton's interpreter does not: one program after
-the other, copies at once, layouts not looked at.
+"""Runs `ops.gdn.triton_stream` and `triton_decode` on a CPU, which Triton's interpreter does not:
+one program after the other, layouts not looked at.
 
 Sums over an axis add its halves, then theirs, as a butterfly over lanes does: whether trades of
-rows for lanes keep the pairs can be told from bits.
+rows for lanes keep the pairs can be told from bits. Copies arrive at once (`eager`) or when they
+are waited for: what is overwritten or read too early gives wrong bits.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specla.ops.gdn import triton_decode as decode
+from specla.ops.gdn import triton_decode_parts as parts
 from specla.ops.gdn import triton_stream as stream
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
+
+MODULES = stream, parts, decode
 
 
 class Block(Tensor):
@@ -54,10 +59,12 @@ class Pointer:
 
 
 class Shared:
-    """A buffer of shared memory, NaN until it is written."""
+    """A buffer of shared memory; floats are NaN until they are written."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
+
+    shape = property(lambda self: self.data.shape)
 
     def index(self, i: Any) -> Shared:
         return Shared(self.data[int(i)])
@@ -84,8 +91,65 @@ def store(ptr: Pointer, value: Any, mask: Any = True) -> None:
     ptr.data[at[mask]] = value[mask]
 
 
-def copy(buffer: Shared, ptr: Pointer, mask: Tensor) -> None:
-    buffer.store(load(ptr, mask))
+class Barrier:
+    """Of one slot of a ring, which one tile at a time is asked into."""
+
+    def __init__(self) -> None:
+        self.expected, self.jobs, self.phase = 0, [], 1  # type: ignore[var-annotated]
+
+
+class Copies:
+    """By threads, in groups, and by the copy engine, one barrier for each slot."""
+
+    def __init__(self, eager: bool) -> None:
+        self.eager, self.asked, self.groups = eager, [], []  # type: ignore[var-annotated]
+
+    def copy(self, buffer: Shared, ptr: Pointer, mask: Tensor) -> None:
+        if self.eager:
+            buffer.store(load(ptr, mask))
+        else:
+            self.asked.append(lambda: buffer.store(load(ptr, mask)))
+
+    def commit(self) -> None:
+        self.groups.append(self.asked)
+        self.asked = []
+
+    def wait(self, left: int) -> None:
+        while len(self.groups) > left:
+            for job in self.groups.pop(0):
+                job()
+
+    def expect(self, barrier: Barrier, size: int, pred: Any) -> None:
+        if pred:
+            assert barrier.expected == 0, "asked for before the last tile was waited for"
+            barrier.expected = size
+
+    def load(self, matrix: Any, at: Any, barrier: Barrier, slot: Shared, pred: Any) -> None:
+        if not pred:
+            return
+        tile = matrix.data.view(-1, slot.shape[1])[int(at[0]) :][: slot.shape[0]]
+        assert tile.shape == slot.shape
+        assert tile.nbytes == barrier.expected
+        if self.eager:
+            slot.store(tile)
+        else:
+            barrier.jobs = [lambda: slot.store(tile)]
+
+    def wait_barrier(self, barrier: Barrier, phase: Any) -> None:
+        assert barrier.expected, "waits for what nobody asked for"
+        barrier.phase ^= 1
+        assert barrier.phase == int(phase), "waits for a phase that does not come"
+        for job in barrier.jobs:
+            job()
+        barrier.expected, barrier.jobs = 0, []
+
+
+def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    if dtype == torch.int64:
+        barriers = [Barrier() for _ in range(shape[0])]
+        return SimpleNamespace(index=lambda i: barriers[int(i)])
+    dtype = getattr(dtype, "dtype", dtype)
+    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
 
 
 def add(ptr: Pointer, value: int) -> Any:
@@ -121,30 +185,41 @@ def language(program: tuple[int, ...], grid: tuple[int, ...]) -> Any:
         broadcast=lambda a, b: torch.broadcast_tensors(a, b),
         gather=lambda x, at, axis: block(torch.gather(x, axis, at)),
         convert_layout=lambda x, layout, assert_trivial=False: x,
-        allocate_shared_memory=lambda dtype, shape, layout: Shared(
-            torch.full(shape, float("nan"), dtype=getattr(dtype, "dtype", dtype))
-        ),
+        allocate_shared_memory=allocate,
         load=load,
         store=store,
         fma=fma,
         atomic_add=add,
         static_range=range,
+        static_assert=nothing,
         BlockedLayout=nothing,
+        DistributedLinearLayout=nothing,
         SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
     )
 
 
-def run(grid: tuple[int, int, int], arguments: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    """All programs of one launch; meta as the kernel's constants."""
+def run(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], meta: dict[str, Any],
+    *, eager: bool = True,
+) -> None:  # fmt: skip
+    """All programs of one launch of a kernel of MODULES; meta as its constants."""
     given = [Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in arguments]
     for program in product(*map(range, grid)):
+        copies = Copies(eager)
+        barriers = SimpleNamespace(
+            init=lambda b, count: None, expect=copies.expect, wait=copies.wait_barrier,
+            MBarrierLayout=lambda: None,
+        )  # fmt: skip
         names: dict[str, Any] = {
             "gl": language(program, grid),
-            "async_copy": SimpleNamespace(commit_group=lambda: None, wait_group=lambda n: None),
+            "async_copy": SimpleNamespace(commit_group=copies.commit, wait_group=copies.wait),
+            "mbarrier": barriers,
+            "fence_async_shared": lambda: None,
             "gdc_wait": lambda: None,
             "gdc_launch_dependents": lambda: None,
-            "_copy": copy,
+            "_copy": copies.copy,
+            "_load_block": copies.load,
             "_barrier": lambda: None,
             "_stay": lambda: None,
             "_sum": halves,
@@ -153,12 +228,15 @@ def run(grid: tuple[int, int, int], arguments: tuple[Any, ...], meta: dict[str, 
             "_log2": lambda n: n.bit_length() - 1,
             "_copied": lambda *_: None,
             "_traded": lambda *_: None,
+            "_state_matrix": lambda *_: None,
             "_WALK": WALK,
             "_RESTORE": RESTORE,
             "_SAVE": SAVE,
             "_NODE": NODE_MASK,
+            "_WIDTH": parts.WIDTH,
         }
-        for name, value in vars(stream).items():
-            if name not in names and hasattr(value, "fn"):
-                names[name] = FunctionType(value.fn.__code__, names)
-        names["_stream_kernel"](*given, **meta)
+        for module in MODULES:
+            for name, value in vars(module).items():
+                if name not in names and hasattr(value, "fn"):
+                    names[name] = FunctionType(value.fn.__code__, names)
+        FunctionType(kernel.fn.__code__, names)(*given, **meta)

@@ -80,8 +80,8 @@ def hopper_tile(
     pdl: bool,
 ) -> stream.StreamTile | decode.DecodeTile:
     """What `walk` takes on Hopper."""
-    tile = decode.tile_for(shape, lanes=lanes_for(shape.key_dim), pdl=pdl)
-    if num_nodes == parts == 1 and decode.pays(shape, num_rows, tile, device):
+    tile = decode.tile_for(shape, num_nodes, lanes=lanes_for(shape.key_dim), pdl=pdl)
+    if parts == 1 and decode.pays(shape, num_rows, num_nodes, tile, device):
         return tile
     return stream_for(shape, num_rows * parts, num_nodes, branching=branching)
 
@@ -110,8 +110,8 @@ def walk(
     Args:
         tile: rows of V per program and warps. A `StreamTile` asks for the kernel of
             `ops.gdn.triton_stream`, which is for Hopper, a `DecodeTile` for that of
-            `ops.gdn.triton_decode`, for one node a row there. None chooses the kernel and its
-            tile by the device and the round's size.
+            `ops.gdn.triton_decode`, for many rows of few nodes there. None chooses the kernel and
+            its tile by the device and the round's size.
         branching: False where every tree is a chain: no checkpoint is kept. Up to two nodes
             always are one.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
-"""The walk of `ops.gdn.triton` for rounds of one node a row, with memory and arithmetic at the
-same time.
+"""The walk of `ops.gdn.triton` for many rows of one or a few nodes, with memory and arithmetic at
+the same time.
 
 Same sums, same bits as `ops.gdn.triton._walk_kernel` (a test on the device compares them), the
 same inputs and outputs. There programs that a multiprocessor shares keep step: all wait for their
@@ -9,13 +9,13 @@ states, then all compute. Here programs are as many as the device holds at a tim
 through units (row, value head, TILE rows of V) in order. A ring of tiles of S is always in flight
 by the copy engine, past the ends of units: a tile leaves the ring for registers at once, and its
 place is asked for again before the unit is computed. What else the next unit reads (the log's k
-and u, the node's k, q and v) is copied meanwhile into the other half of double buffers; k and q
+and u, the nodes' k, q and v) is copied meanwhile into the other half of double buffers; k and q
 only where the key head changes.
 
 A unit, all warps together:
   wait for S, S to registers; the log's decays to shared memory; wait for the copies; barrier
   ask for the tile STAGES units on; copy this unit's entries past LOG, then what the next one reads
-  the log; moves to the ring, or S folded; the node
+  the log; moves to the ring, or S folded; the nodes, by `ops.gdn.triton_decode_parts`
 An idle row's units are asked for and waited for too, which keeps the order.
 
 S, the log and the row's integers are read before the wait of programmatic dependent launch, as in
@@ -30,40 +30,41 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.contract import RecurrentShape
-from specla.ops.gdn.triton_prepare import overlap
-from specla.ops.gdn.triton_stream import (
-    _across,
-    _back,
-    _barrier,
-    _copied,
-    _copy,
-    _log2,
-    _log_entry,
-    _partial,
-    _rows,
-    _scalar,
-    _traded,
-    _update,
+from specla.ops.gdn.triton_decode_parts import (
+    _WIDTH,
+    WIDTH,
+    _ask,
+    _copy_entries,
+    _copy_nodes,
+    _copy_words,
+    _entries,
+    _move_entries,
+    _number_of_each,
+    _operand,
+    _replay,
+    _state_layout,
+    _state_matrix,
+    _step,
+    _walk_bush,
+    _walk_chain,
+    _walk_tree,
 )
+from specla.ops.gdn.triton_prepare import overlap
+from specla.ops.gdn.triton_stream import _barrier, _copied, _rows
+from specla.ops.walk import capacity
 
-# Later Tritons renamed it.
-_load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-LOG = 16
-"""Log entries that travel ahead of their unit; the rest follow within it."""
-WIDTH = 32
-"""Elements in a row of the matrix that the copy engine sees: 256 of them are one message."""
-
-_WIDTH = gl.constexpr(WIDTH)
+MOST_NODES = 1
+"""Of a row, for `pays` to say yes: more have not been measured."""
 
 
 class DecodeTile(NamedTuple):
@@ -71,7 +72,8 @@ class DecodeTile(NamedTuple):
 
     rows: of V per unit; warps: share them; each has 32 / lanes times 1, 2 or 4 rows.
     registers: most per thread; 0 leaves it to the compiler. programs: per multiprocessor. stages:
-    tiles of the ring. rest: entries past LOG that travel at a time.
+    tiles of the ring. log: entries that travel ahead of their unit; rest: of those past it that
+    travel at a time.
     """
 
     rows: int
@@ -79,22 +81,32 @@ class DecodeTile(NamedTuple):
     registers: int = 0
     programs: int = 2
     stages: int = 2
+    log: int = 16
     rest: int = 4
 
 
-def tile_for(shape: RecurrentShape, *, lanes: int, pdl: bool) -> DecodeTile:
-    """Four rows a lane, if the head has so many. As measured on an H200: three programs alone are
-    the fastest, but leave no shared memory for the kernels that dependent launch starts beside
-    them, which then have to wait."""
+def tile_for(shape: RecurrentShape, num_nodes: int, *, lanes: int, pdl: bool) -> DecodeTile:
+    """Four rows a lane, if the head has so many. As measured on an H200 for one node a row: three
+    programs alone are the fastest, but leave no shared memory for the kernels that dependent
+    launch starts beside them, which then have to wait. More nodes' k and q take the place of a
+    tile of the ring: units take longer, so one is early enough."""
     rows = min(16 * (32 // lanes), shape.value_dim)
+    if num_nodes > 1:
+        return DecodeTile(rows, stages=1)
     if pdl:
         return DecodeTile(rows)
     return DecodeTile(rows, registers=168, programs=3, stages=1, rest=1)
 
 
-def pays(shape: RecurrentShape, num_rows: int, tile: DecodeTile, device: torch.device) -> bool:
+def pays(
+    shape: RecurrentShape,
+    num_rows: int,
+    num_nodes: int,
+    tile: DecodeTile,
+    device: torch.device,
+) -> bool:
     """Whether programs have units to be ahead of; for Hopper, which the caller asks about."""
-    if shape.value_dim % tile.rows or knobs.runtime.interpret:
+    if num_nodes > MOST_NODES or shape.value_dim % tile.rows or knobs.runtime.interpret:
         return False
     units = num_rows * shape.num_value_heads * (shape.value_dim // tile.rows)
     return units >= 3 * tile.programs * processors(device)
@@ -109,31 +121,39 @@ def processors(device: torch.device) -> int:
 def launch(
     num_rows: int, arguments: tuple[Any, ...], meta: dict[str, Any], tile: DecodeTile
 ) -> None:
-    """Run the kernel over what `ops.gdn.triton.walk` gives its own, of rounds with N = 1 and one
-    part.
+    """Run the kernel over what `ops.gdn.triton.walk` gives its own, of rounds in one part.
 
-    meta: H, G, K, V, LANES, PDL (PARTS and BRANCHING, which it is without, are ignored).
+    meta: H, G, K, V, LANES, BRANCHING, PDL (and PARTS, which it is without).
     """
     H, G, K, V, lanes, pdl = (meta[name] for name in ("H", "G", "K", "V", "LANES", "PDL"))
     assert tile.rows * lanes // (32 * tile.warps) in (1, 2, 4), tile
+    assert meta["PARTS"] == 1, meta
     S, *tensors = arguments[:16]
-    del tensors[7], tensors[-1]  # arrivals, walk
-    num_columns, num_path, num_entries, log_capacity, _, threshold = arguments[16:]
-    assert num_columns == 1, f"takes rounds of one node a row, got {num_columns}"
+    del tensors[7]  # arrivals
+    num_columns, *sizes = arguments[16:]
+    nodes = triton.next_power_of_2(num_columns)
+    branching = meta["BRANCHING"] and nodes > 2
+    assert not branching or nodes <= lanes, f"at most {lanes} nodes, got {num_columns}"
     units = num_rows * G * (V // tile.rows)
     registers = {"maxnreg": tile.registers} if tile.registers else {}
     _decode_kernel[(min(processors(S.device) * tile.programs, units),)](
         _blocks(S, tile.rows * K // WIDTH),
-        *(S, *tensors, units, num_path, num_entries, log_capacity, threshold),
+        *(S, *tensors, units, num_columns, *sizes),
         **{"H": H, "G": G, "K": K, "V": V, "LANES": lanes, "PDL": pdl},
-        LOG=LOG,
-        REST=tile.rest,
-        TILE=tile.rows,
-        STAGES=tile.stages,
+        **constants(tile, nodes, branching=branching),
         num_warps=tile.warps,
         **registers,
         **overlap(pdl),
     )
+
+
+def constants(tile: DecodeTile, nodes: int, *, branching: bool) -> dict[str, Any]:
+    """What a tile and the bucket of nodes make constant. WORDS: room for a row's walk list."""
+    words = triton.next_power_of_2(2 + capacity(nodes)) if branching else 1
+    return {
+        "LOG": tile.log, "REST": tile.rest, "TILE": tile.rows, "STAGES": tile.stages,
+        "NODES": nodes, "BRANCHING": branching, "WORDS": words,
+    }  # fmt: skip
 
 
 def _blocks(S: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -142,104 +162,20 @@ def _blocks(S: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(S.view(-1, WIDTH), [rows, WIDTH], layout)
 
 
-@gluon.constexpr_function
-def _state_matrix(TILE, DEEP, LANES, HIGH, WARPS):
-    """The layout of S [TILE, K] as a matrix [TILE K / WIDTH, WIDTH], elements in order."""
-    K = 4 * LANES * DEEP
-
-    def at(element):
-        return [element // WIDTH, element % WIDTH]
-
-    register = [at(1), at(2)] + [at(4 * LANES << i) for i in range(_log2(DEEP))]
-    register += [at(K << i) for i in range(_log2(HIGH))]
-    lane = [at(4 << i) for i in range(_log2(LANES))]
-    lane += [at(HIGH * K << i) for i in range(_log2(32 // LANES))]
-    warp = [at(HIGH * 32 // LANES * K << i) for i in range(_log2(WARPS))]
-    return gl.DistributedLinearLayout(register, lane, warp, [], [TILE * K // WIDTH, WIDTH])
-
-
-@gluon.jit
-def _ask(ring, q, slot, unit, here, UNITS: gl.constexpr):
-    """S of a unit, the q-th of this program, on its way. An idle row's too: it has a slot."""
-    S_blocks, ss, full = ring
-    STAGES: gl.constexpr = ss.shape[0]
-    ROWS: gl.constexpr = ss.shape[1]
-    s = q % STAGES
-    row = (slot * UNITS + unit % UNITS) * ROWS
-    mbarrier.expect(full.index(s), 4 * ROWS * ss.shape[2], pred=here)
-    _load_block(S_blocks, [row, 0], full.index(s), ss.index(s), pred=here)
-
-
-@gluon.jit
-def _entries(
-    start, SIZE: gl.constexpr, layout: gl.constexpr, ring_len, log_len, path_ptr, first_in_bank
-):
-    """Where SIZE entries of the log are; path_ptr is moved back by ring_len."""
-    j = start + gl.arange(0, SIZE, gl.SliceLayout(1, layout))
-    return _log_entry(j, ring_len, log_len, path_ptr, first_in_bank)
-
-
-@gluon.jit
-def _copy_entries(out, at_ptr, entry, start, log_len, STRIDE: gl.constexpr, layout: gl.constexpr):
-    """Records `entry`, the log's from the start-th on -> a shared buffer."""
-    j = start + gl.arange(0, out.shape[0], gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))[None, :]
-    _copy(out, at_ptr + (entry[:, None] * STRIDE + column), mask=j < log_len)
-
-
-@gluon.jit
-def _move_entries(
-    at_ptr, buffer, start, ring_len, log_len, STRIDE: gl.constexpr, layout: gl.constexpr
-):
-    """What came from the last path -> the ring."""
-    j = start + gl.arange(0, buffer.shape[0], gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout))[None, :]
-    moving = (j >= ring_len) & (j < log_len)
-    gl.store(at_ptr + (j * STRIDE + column), buffer.load(layout), mask=moving)
-
-
-@gluon.jit
-def _copy_row(out, at_ptr, there, layout: gl.constexpr):
-    """WIDTH elements in memory -> a shared buffer [1, WIDTH]."""
-    row = gl.arange(0, 1, gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))[None, :]
-    _copy(out, at_ptr + (row + column), mask=there & (row + column >= 0))
-
-
-@gluon.jit
-def _entry(
-    S, log, i_k, i_u, along_k: gl.constexpr, rows: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
-    """S after one entry."""
-    ks, us, decays = log
-    k = ks.index(i_k).load(along_k)[None, :, :, :]
-    u = us.index(i_u).load(rows)
-    return _update(S * _scalar(decays.index(i_u), WARPS), u, k)
-
-
-@gluon.jit
-def _replay(
-    S, log, first_k, first_u, count, along_k: gl.constexpr, rows: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """S after `count` entries, two a pass: operands travel while the one before computes."""
-    pairs = count & -2
-    for j in range(0, pairs, 2):
-        S = _entry(S, log, first_k + j, first_u + j, along_k, rows, WARPS)
-        S = _entry(S, log, first_k + j + 1, first_u + j + 1, along_k, rows, WARPS)
-    for j in range(pairs, count):
-        S = _entry(S, log, first_k + j, first_u + j, along_k, rows, WARPS)
-    return S
-
-
-@gluon.jit(do_not_specialize=["num_units", "num_path", "num_entries", "log_capacity", "threshold"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_units", "num_columns", "num_path", "num_entries", "log_capacity", "walk_stride",
+        "threshold",
+    ]
+)  # fmt: skip
 def _decode_kernel(  # noqa: C901 - one kernel, one pass
     S_blocks, S_ptr, k_ptr, u_ptr, g_ptr, q_ptr, v_ptr, beta_ptr, o_ptr,
-    slot_ptr, num_nodes_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr,
-    num_units, num_path, num_entries, log_capacity, threshold,
+    slot_ptr, num_nodes_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr, walk_ptr,
+    num_units, num_columns, num_path, num_entries, log_capacity, walk_stride, threshold,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     LOG: gl.constexpr, REST: gl.constexpr, TILE: gl.constexpr, LANES: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, NODES: gl.constexpr, BRANCHING: gl.constexpr, WORDS: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program i of P: units i / P to (i + 1) / P of all, by row, value head, rows of V."""
     TILES: gl.constexpr = V // TILE
@@ -247,22 +183,16 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
     TURN: gl.constexpr = UNITS // H  # of a key head
     DEEP: gl.constexpr = K // (4 * LANES)
     HIGH: gl.constexpr = TILE // (32 // LANES * num_warps)
-    TRADES: gl.constexpr = _log2(HIGH)
-    TRADES_U: gl.constexpr = TRADES if HIGH > 2 else 0
-    state: gl.constexpr = gl.BlockedLayout(
-        [HIGH, DEEP, 1, 4], [32 // LANES, 1, LANES, 1], [num_warps, 1, 1, 1], [3, 2, 1, 0]
-    )
+    state: gl.constexpr = _state_layout(DEEP, LANES, HIGH, num_warps)
     along_k: gl.constexpr = gl.SliceLayout(0, state)
-    sums: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(1, state))
-    rows: gl.constexpr = gl.SliceLayout(1, sums)
-    rows_u: gl.constexpr = gl.SliceLayout(1, _traded(TILE, LANES, HIGH, num_warps, TRADES_U, True))
-    rows_o: gl.constexpr = gl.SliceLayout(1, _traded(TILE, LANES, HIGH, num_warps, TRADES, True))
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(1, state)))
     copied_k: gl.constexpr = _copied(K, 4, num_warps)
     copied_u: gl.constexpr = _copied(TILE, 4, num_warps)
     VECTOR: gl.constexpr = min(TILE, 128 // v_ptr.dtype.element_ty.primitive_bitwidth)
     copied_v: gl.constexpr = _copied(TILE, VECTOR, num_warps)
     single: gl.constexpr = _copied(1, 1, num_warps)
     listed: gl.constexpr = gl.SliceLayout(1, single)
+    copied_words: gl.constexpr = _copied(WORDS, 1, num_warps)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
     first = gl.program_id(0) * num_units // gl.num_programs(0)
@@ -279,16 +209,24 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
     rest_k = gl.allocate_shared_memory(gl.float32, [REST, K], flat)
     rest_u = gl.allocate_shared_memory(gl.float32, [REST, TILE], flat)
     rest_decay = gl.allocate_shared_memory(gl.float32, [REST, 1], flat)
-    node_k = gl.allocate_shared_memory(gl.float32, [2, 1, K], flat)
-    node_q = gl.allocate_shared_memory(gl.float32, [2, 1, K], flat)
-    node_v = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [2, 1, TILE], flat)
+    node_k = gl.allocate_shared_memory(gl.float32, [2, NODES, K], flat)
+    node_q = gl.allocate_shared_memory(gl.float32, [2, NODES, K], flat)
+    node_v = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [2, NODES, TILE], flat)
+    if NODES > 1:
+        node_decay = gl.allocate_shared_memory(gl.float32, [2, NODES, 1], flat)
+        node_beta = gl.allocate_shared_memory(gl.float32, [2, NODES, 1], flat)
+        node_decays = _rows(node_decay, [2 * NODES, 1])
+        node_betas = _rows(node_beta, [2 * NODES, 1])
+    if BRANCHING:
+        walks = gl.allocate_shared_memory(gl.int32, [2, 1, WORDS], flat)
+        words = _rows(walks, [2 * WORDS, 1])
     log_ks = _rows(log_k, [2 * LOG, DEEP, LANES, 4])
     log = (log_ks, _rows(log_u, [2 * LOG, TILE]), _rows(log_decay, [2 * LOG, 1]))
     rest_ks = _rows(rest_k, [REST, DEEP, LANES, 4])
     rest = (rest_ks, _rows(rest_u, [REST, TILE]), _rows(rest_decay, [REST, 1]))
-    node_ks = _rows(node_k, [2, DEEP, LANES, 4])
-    node_qs = _rows(node_q, [2, DEEP, LANES, 4])
-    node_vs = _rows(node_v, [2, TILE])
+    node_ks = _rows(node_k, [2 * NODES, DEEP, LANES, 4])
+    node_qs = _rows(node_q, [2 * NODES, DEEP, LANES, 4])
+    node_vs = _rows(node_v, [2 * NODES, TILE])
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
     fence_async_shared()
@@ -307,7 +245,7 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
             ask_slot = gl.load(slot_ptr + unit // UNITS)
         _ask(ring, s, ask_slot, unit, unit < last, UNITS)
 
-    # The first unit's part of the log, and its node.
+    # The first unit's part of the log, and its nodes.
     log_len = gl.where(n > 0, ring_len + path_len, 0)
     path_at = path_ptr + (b * num_path - ring_len)
     old = log_capacity + bank * num_path
@@ -331,12 +269,15 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
     if PDL:
         gdc_wait()
     new = log_capacity + (1 - bank) * num_path
-    _copy_row(node_k.index(0), k_at + new * (H * K), n > 0, copied_k)
-    _copy_row(node_q.index(0), q_ptr + (b * H + key_head) * K, n > 0, copied_k)
-    _copy_row(node_v.index(0), v_ptr + (b * (G * V) + row), n > 0, copied_v)
+    m = b * num_columns if NODES > 1 else b
+    _copy_nodes(node_k.index(0), k_at + new * (H * K), n, H * K, copied_k)
+    _copy_nodes(node_q.index(0), q_ptr + (m * H + key_head) * K, n, H * K, copied_k)
+    _copy_nodes(node_v.index(0), v_ptr + (m * (G * V) + row), n, G * V, copied_v)
+    if BRANCHING:
+        _copy_words(walks.index(b & 1), walk_ptr + b * walk_stride, walk_stride, copied_words)
     async_copy.commit_group()
-    node_g = gl.load(g_at + new * G, mask=n > 0, other=0.0)
-    beta = gl.load(beta_ptr + (b * G + head), mask=n > 0, other=0.0)
+    node_g = _number_of_each(g_at + new * G, n, G, NODES, listed)
+    beta = _number_of_each(beta_ptr + (m * G + head), n, G, NODES, listed)
 
     half = 0  # of the buffers of k
     for t in range(first, last):
@@ -346,6 +287,9 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
         S = ss.index(turn_q % STAGES).load(_state_matrix(TILE, DEEP, LANES, HIGH, num_warps))
         S = gl.convert_layout(S.reshape([TILE, DEEP, LANES, 4]), state, assert_trivial=True)
         log_decay.index(side).store(gl.exp(g)[:, None])
+        if NODES > 1:
+            node_decay.index(side).store(gl.exp(node_g)[:, None])
+            node_beta.index(side).store(beta[:, None])
         async_copy.wait_group(0)
         _barrier()  # everything of this unit is there, and nobody reads the unit before
         unit = t + STAGES
@@ -363,9 +307,10 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
         then_n, then_slot, then_ring_len, then_log_len, then_new = n, slot, ring_len, log_len, new
         then_k, then_u, then_g, then_path = entry_k, entry_u, entry_g, path_at
         then_more_k, then_more_u, then_more_g = more_k, more_u, more_g
-        then_b = b
+        then_b, then_m = b, m
         if there & (then % UNITS == 0):
             then_b = b + 1
+            then_m = m + num_columns if NODES > 1 else then_b
             then_n = gl.load(num_nodes_ptr + then_b)
             then_slot = gl.load(slot_ptr + then_b).to(gl.int64)
             bank = gl.load(bank_ptr + then_b)
@@ -384,29 +329,33 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
                 LOG, REST, copied_u, then_ring_len, then_log_len, then_path, old
             )
             then_more_g = _entries(LOG, REST, single, then_ring_len, then_log_len, then_path, old)
+            if BRANCHING:
+                then_walk = walk_ptr + then_b * walk_stride
+                _copy_words(walks.index(then_b & 1), then_walk, walk_stride, copied_words)
         then_row = then % UNITS * TILE
         then_key_head = then % UNITS // TURN
         then_head = then_row // V
         then_u_at = u_ptr + (then_slot * num_entries * (G * V) + then_row)
         then_g_at = g_ptr + (then_slot * num_entries * G + then_head)
         then_k_at, then_half = k_at, half
-        expected = there & (then_n > 0)
+        expected = gl.where(there, then_n, 0)
         entries = gl.where(there, then_log_len, 0)
         if there & (then % TURN == 0):
             then_half = 1 - half
             then_k_at = k_ptr + (then_slot * num_entries * H + then_key_head) * K
             _copy_entries(log_k.index(then_half), then_k_at, then_k, 0, entries, H * K, copied_k)
-            _copy_row(node_k.index(then_half), then_k_at + then_new * (H * K), expected, copied_k)
-            q_at = q_ptr + (then_b * H + then_key_head) * K
-            _copy_row(node_q.index(then_half), q_at, expected, copied_k)
+            node_at = then_k_at + then_new * (H * K)
+            _copy_nodes(node_k.index(then_half), node_at, expected, H * K, copied_k)
+            q_at = q_ptr + (then_m * H + then_key_head) * K
+            _copy_nodes(node_q.index(then_half), q_at, expected, H * K, copied_k)
         _copy_entries(log_u.index(1 - side), then_u_at, then_u, 0, entries, G * V, copied_u)
-        _copy_row(
-            node_v.index(1 - side), v_ptr + (then_b * (G * V) + then_row), expected, copied_v
-        )
+        v_at = v_ptr + (then_m * (G * V) + then_row)
+        _copy_nodes(node_v.index(1 - side), v_at, expected, G * V, copied_v)
         async_copy.commit_group()
         next_g = gl.load(then_g_at + then_g * G, mask=j_g < entries, other=0.0)
-        next_node_g = gl.load(then_g_at + then_new * G, mask=expected, other=0.0)
-        next_beta = gl.load(beta_ptr + (then_b * G + then_head), mask=expected, other=0.0)
+        next_node_g = _number_of_each(then_g_at + then_new * G, expected, G, NODES, listed)
+        beta_at = beta_ptr + (then_m * G + then_head)
+        next_beta = _number_of_each(beta_at, expected, G, NODES, listed)
 
         # What was written above is not read below; without this the compiler, which cannot see
         # that, puts a barrier into every pass of the loop.
@@ -461,26 +410,28 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
                 S_at = S_ptr + (slot * (G * V) + t % UNITS * TILE) * K
                 gl.store(S_at + (v_row * K + wide + four[None, None, None, :]), S)
 
-            # The node.
-            S = S * gl.exp(node_g)
-            k = node_ks.index(half).load(along_k)[None, :, :, :]
-            v = node_vs.index(side).load(rows_u).to(gl.float32)
-            u = beta * (v - _across(_partial(S, k, sums), TRADES_U, HIGH, num_warps))
-            gl.store(u_at + new * (G * V) + gl.arange(0, TILE, rows_u), u)
-            u = _back(u, rows, LANES, TRADES_U, HIGH, num_warps)
-            S = _update(S, u, k)
-            q = node_qs.index(half).load(along_k)[None, :, :, :]
-            o = _across(_partial(S, q, sums), TRADES, HIGH, num_warps)
-            gl.store(o_ptr + (b * (G * V) + t % UNITS * TILE) + gl.arange(0, TILE, rows_o), o)
+            # The nodes.
+            new_at = u_at + new * (G * V)
+            o_at = o_ptr + (m * (G * V) + t % UNITS * TILE)
+            if NODES == 1:
+                S = S * gl.exp(node_g)
+                k, q = _operand(node_ks, half, S), _operand(node_qs, half, S)
+                _step(S, k, q, node_vs.index(side), beta, new_at, o_at, num_warps)
+            else:
+                nodes = (node_ks, node_qs, half * NODES)
+                nodes += (node_vs, node_decays, node_betas, side * NODES)
+                out = (new_at, o_at, G * V)
+                first_word = (b & 1) * WORDS
+                if BRANCHING:
+                    if NODES <= 4:
+                        _walk_bush(S, words, first_word, nodes, out, NODES, num_warps)
+                    else:
+                        _walk_tree(S, words, first_word, nodes, out, NODES, num_warps)
+                else:
+                    _walk_chain(S, n, nodes, out, num_warps)
 
-        n, slot, ring_len, log_len, new, b = (
-            then_n,
-            then_slot,
-            then_ring_len,
-            then_log_len,
-            then_new,
-            then_b,
-        )
+        n, slot, ring_len, log_len, new = then_n, then_slot, then_ring_len, then_log_len, then_new
+        b, m = then_b, then_m
         entry_k, entry_u, entry_g, path_at = then_k, then_u, then_g, then_path
         more_k, more_u, more_g = then_more_k, then_more_u, then_more_g
         k_at, u_at, g_at, half = then_k_at, then_u_at, then_g_at, then_half
