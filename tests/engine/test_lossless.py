@@ -137,8 +137,8 @@ def test_four_kinds_of_prompts_for_every_drafter(target: TargetModel) -> None:
     ]
     prompts = [prompt for kind in kinds for prompt in kind]
     requests = [
-        request(f"{temperature}/{i}", prompt, temperature=temperature, seed=7, ignore_eos=False)
-        for temperature in (0.0, 0.8)
+        request(f"{t}/{i}", prompt, temperature=t, seed=7, ignore_eos=False, max_tokens=10)
+        for t in (0.0, 0.8)
         for i, prompt in enumerate(prompts)
     ]
     want = drive(make_engine(target, slots=8), requests).outcomes()

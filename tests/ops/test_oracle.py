@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from random_inputs import TREES, random_inputs, random_parents, random_state
+from random_inputs import TREES, oracle, random_inputs, random_parents, random_state
 
 from specla.ops.gdn.reference import per_value_head
 from specla.ops.oracle import conv_paths, gdn_paths, path_to
@@ -54,6 +54,14 @@ def test_gdn_paths(parents: tuple[int, ...]) -> None:
             want = one_head(S[head].numpy(), *args, path)
             for a, b in zip((got.o, got.u, got.states), want, strict=True):
                 np.testing.assert_allclose(a[node, head].numpy(), b, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("parents", [*TREES.values(), random_parents(1, 20, 2)])
+def test_going_on_from_a_parents_state_is_replaying_the_path(parents: tuple[int, ...]) -> None:
+    S, x = random_state(0, dtype=torch.float32), random_inputs(1, len(parents))
+    q, k = per_value_head(x.q, 4), per_value_head(x.k, 4)
+    want = gdn_paths(S, q, k, x.v, x.g, x.beta, parents)
+    assert all(map(torch.equal, oracle(S, x, parents), want))
 
 
 def test_a_key_head_is_read_by_consecutive_value_heads() -> None:
