@@ -143,12 +143,19 @@ class Shared:
         self.data, self.kind, self.barriers = data, kind, barriers or []
 
     shape = property(lambda self: self.data.shape)
+    layout = None
 
     def index(self, i: Any) -> Shared:
         return Shared(self.data[int(i)], self.kind, self.barriers[int(i) : int(i) + 1])
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.transpose(order), self.kind)
+
+    def _reinterpret(self, kind: str, shape: Sequence[int], layout: object) -> Shared:
+        assert kind == self.kind
+        data = self.data.view()
+        data.shape = tuple(shape)  # fails where it would copy
+        return Shared(data, kind)
 
     def load(self, layout: object) -> Value:
         return Value(self.data.copy(), self.kind)

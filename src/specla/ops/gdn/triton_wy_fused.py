@@ -3,14 +3,15 @@
 """Convolution, gates, systems and states of a tree round in one kernel, for Hopper.
 
 Does what `ops.gdn.triton.prepare` and `ops.gdn.triton_wy.walk_wy` do, letters and products as
-there, but q, v, beta, operands in pieces and solutions stay in shared memory: `workspace` gets o
-alone. Programs are as many as the device holds at a time; each goes through units (row, key head,
-the two value heads that share it) in order, with the ring of `ops.gdn.triton_wy_stream` in flight
-past the ends of tiles and units:
+there, but q, v, beta, operands in pieces, solutions and decays stay in shared memory: `workspace`
+gets o alone. Programs are as many as the device holds at a time; each goes through units (row, key
+head, the two value heads that share it) in order, with the ring of `ops.gdn.triton_wy_stream` in
+flight past the ends of tiles and units:
 
-  S of the unit's last tiles and the next unit's log into L2
-  what all its tiles multiply with (`ops.gdn.triton_wy_heads`)
-  its four tiles of 64 rows, as in `ops.gdn.triton_wy_stream`
+  what all its tiles multiply with (`ops.gdn.triton_wy_heads`), and what the next unit's will be
+  made of into L2
+  its four tiles of 64 rows, as in `ops.gdn.triton_wy_stream`, each with the next one's u of the
+  log on its way
 
 Roundings differ from those kernels' by approximated exponentials: k, u, o and S are as close to
 the reference, their bits are not the same. A row's bits do not depend on other rows.
@@ -44,15 +45,13 @@ from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 from specla.ops.gdn.triton import is_hopper
 from specla.ops.gdn.triton_decode import processors
 from specla.ops.gdn.triton_prepare import overlap
-from specla.ops.gdn.triton_wy_heads import make_operands
+from specla.ops.gdn.triton_wy_heads import ask_line, make_operands, worked_out
 from specla.ops.gdn.triton_wy_operands import (
     COLUMNS,
     ROWS,
     STAGES,
     ask,
     barrier,
-    entries,
-    faded,
     left_layout,
     pieces,
     place_of,
@@ -70,6 +69,11 @@ if TYPE_CHECKING:
 
 USED = False
 """Whether `pays` may say yes."""
+LEAST_NODES, LEAST_UNITS = 9, 128
+"""Of what pays. The first form of this kernel took (H200, 16/32x128; us per layer, three kernels
+against one): 64 trees of 16 nodes 164.7 / 145.1, 8 of them 34.2 / 28.5 (128 units), but one of
+them 18.8 / 20.8 (16 units: no program has another unit to be ahead of), 64 chains of 8 nodes
+99.1 / 106.5 and 64 trees of 8 nodes 139.8 / 144.1 (a head costs the same for half the nodes)."""
 WARPS = 4
 _ROWS, _COLUMNS, _STAGES = gl.constexpr(ROWS), gl.constexpr(COLUMNS), gl.constexpr(STAGES)
 _N = gl.constexpr(BLOCK)
@@ -77,10 +81,12 @@ _N = gl.constexpr(BLOCK)
 
 class FusedTile(NamedTuple):
     """programs: per multiprocessor, which has room for two. ahead: tiles of a unit's four that are
-    asked into L2 when it begins. Speed, never bits."""
+    asked into L2 when it begins (0 was faster than 2). whole: S is asked for by tiles, not by
+    pieces. Speed, never bits."""
 
     programs: int = 2
-    ahead: int = 2
+    ahead: int = 0
+    whole: bool = False
 
 
 def fits(shape: RecurrentShape, num_nodes: int, max_path: int, threshold: int) -> bool:
@@ -96,21 +102,24 @@ def fits(shape: RecurrentShape, num_nodes: int, max_path: int, threshold: int) -
     )
 
 
+def faster(units: int, num_nodes: int) -> bool:
+    """Whether one kernel was measured to be faster than three (see `LEAST_NODES`)."""
+    return num_nodes >= LEAST_NODES and units >= LEAST_UNITS
+
+
 def pays(
     shape: RecurrentShape,
     rnd: DeviceRound,
     y: Tensor,
     threshold: int,
-    tile: FusedTile | None = None,
 ) -> bool:
-    """Whether it is used and fits, on the device that it is for, with units for programs."""
+    """Whether it is used and fits, on the device that it is for, where it was faster."""
     num_rows, num_nodes = rnd.parents.shape
     if not USED or not fits(shape, num_nodes, rnd.path.shape[1], threshold):
         return False
     if not is_hopper(y.device) or knobs.runtime.interpret or y.dtype != torch.bfloat16:
         return False
-    programs = (tile or FusedTile()).programs * processors(y.device)
-    return num_rows * shape.num_key_heads >= 3 * programs
+    return faster(num_rows * shape.num_key_heads, num_nodes)
 
 
 def launch(
@@ -133,7 +142,7 @@ def launch(
 ) -> None:
     """Run the kernel over what `prepare` and `walk_wy` are given.
 
-    o: the workspace's. form: its masks are compiled; its decays are this kernel's scratch.
+    o: the workspace's. form: its masks are compiled.
     log: its logs' width (`triton_wy.log_width`).
     """
     s, tile = shape, tile or FusedTile()
@@ -147,13 +156,14 @@ def launch(
     need = num_rows * num_nodes
     assert len(y) >= need, f"y must have {need} rows, one per node; it has {len(y)}"
     assert len(o) >= need, f"o must have {need} rows, one per node; it has {len(o)}"
+    assert 2 * s.key_dim // COLUMNS == STAGES, "the ring must hold two tiles"
     units = num_rows * s.num_key_heads
-    assert form.decay.numel() >= 2 * units * (BLOCK + log + 1), "form is for fewer rows"
+    assert form.places.numel() >= num_rows * log, "form is for fewer rows or a narrower bank"
     layout = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float32)
     S_blocks = TensorDescriptor.from_tensor(layer.S.view(-1, s.key_dim), [ROWS, COLUMNS], layout)
     _fused_kernel[(min(processors(y.device) * tile.programs, units),)](
         *(S_blocks, layer.S, y, conv_taps, A, dt_bias, layer.tail, layer.inputs),
-        *(*layer.factors, o, form.ancestors, form.places, form.decay),
+        *(*layer.factors, o, form.ancestors, form.places),
         *(rnd.slot, rnd.num_nodes, rnd.parents, rnd.bank, rnd.ring_len, rnd.path_len, rnd.path),
         *(units, num_nodes, num_path, layer.factors.k.shape[1], log_capacity, threshold),
         beta_scale,
@@ -165,24 +175,11 @@ def launch(
         STRIDE=y.stride(0),
         LOG=log,
         AHEAD=tile.ahead,
+        WHOLE=tile.whole,
         PDL=pdl,
         num_warps=WARPS,
         **overlap(pdl),
     )
-
-
-@gluon.jit
-def _ask_line(at, there):
-    """The 128 bytes around each `at` into L2."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.s32 p, $2, 0;
-        @p prefetch.global.L2 [$1];
-        mov.b32 $0, 0;
-        }""", "=r,l,r", [at.to(gl.int64), there.to(gl.int32)], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -224,20 +221,31 @@ def _ask_log(
     slot = gl.load(slot_ptr + b, mask=here, other=0).to(gl.int64)
     log_len = gl.load(ring_len_ptr + b, mask=here, other=0)
     log_len += gl.load(path_len_ptr + b, mask=here, other=0)
-    j = gl.arange(0, _N, layout=gl.SliceLayout(1, lines))
+    j = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(1, lines)))
     line = gl.arange(0, 16, layout=gl.SliceLayout(0, lines))[None, :]
     known = (j < log_len) & here
     entry = slot * num_entries + gl.load(places_ptr + (b * LOG + j), mask=known, other=0)
     k_at = k_ptr + ((entry[:, None] * H + key_head) * K + line * 32)
     u_at = u_ptr + (entry[:, None] * (G * V) + key_head * (2 * V) + (line * 32 - K))
     there = known[:, None] & (line < (K + 2 * V) // 32)
-    _ask_line(gl.where(line < K // 32, k_at, u_at), there)
+    ask_line(gl.where(line < K // 32, k_at, u_at), there)
+
+
+@gluon.jit
+def _ask_tile(ring, tiles, q, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    """The tile after that of pieces q and q + 1 on its way, at once: its lines lie in turn in the
+    same pages of memory. The first two were asked for before the first unit."""
+    barrier()  # all have passed the last tile: its places are free
+    for c in gl.static_range(K // _COLUMNS):
+        after = q + (K // _COLUMNS + c)
+        row, column, here = place_of(tiles, after, G, K, V)
+        ask(ring, after, (row, column, here & (q > 0)))
 
 
 @gluon.jit
 def _stream(
-    ring, tiles, q, xs, es, S_row, u, fade_ptr, log_len,
-    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, LOG: gl.constexpr, FOLDS: gl.constexpr,
+    ring, tiles, q, xs, es, S_row, u, fades, ends,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WHOLE: gl.constexpr, FOLDS: gl.constexpr,
 ):  # fmt: skip
     """As `triton_wy_stream._stream`, for logs of one block."""
     WIDE: gl.constexpr = xs.shape[1]
@@ -247,19 +255,19 @@ def _stream(
     S_blocks, ss, full = ring
     acc = gl.zeros([_ROWS, WIDE], gl.float32, product_layout(WIDE))
     if FOLDS:
-        u_high, u_low = faded(
-            gl.convert_layout(u, left, assert_trivial=True), fade_ptr, 0, log_len, left
-        )
-        fade = gl.load(fade_ptr + LOG)
+        late = gl.convert_layout(u, left, assert_trivial=True)
+        u_high, u_low = pieces(late * fades.load(gl.SliceLayout(0, left))[None, :])
+        fade = ends.load(gl.SliceLayout(0, wide))[None, :]
     for c in gl.static_range(K // _COLUMNS):
         s = (q + c) % _STAGES
-        after = q + (c + _STAGES - 1)
-        place = place_of(tiles, after, G, K, V)
+        if not WHOLE:
+            after = q + (c + _STAGES - 1)
+            place = place_of(tiles, after, G, K, V)
         wait_for(full, q + c)
         S = ss.index(s).load(state_layout())
         S = S.reshape([_ROWS // 8, 4, 2, _COLUMNS]).permute((0, 2, 1, 3))
         S = gl.convert_layout(S.reshape([_ROWS, _COLUMNS]), operand, assert_trivial=True)
-        if not FOLDS:
+        if not FOLDS and not WHOLE:
             barrier()  # all have passed the piece before this one: its place is free
             ask(ring, after, place)
         high, low = pieces(S)
@@ -277,13 +285,23 @@ def _stream(
             new = gl.convert_layout(new, state_layout(), assert_trivial=True)
             ss.index(s).store(new)
             fence_async_shared()
-            tma.store_wait(0)  # has read the piece before this one: its place is free
+            if not WHOLE:
+                tma.store_wait(0)  # has read the piece before this one: its place is free
             barrier()
             store_block(S_blocks, [S_row, c * _COLUMNS], ss.index(s))
-            ask(ring, after, place)
+            if not WHOLE:
+                ask(ring, after, place)
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc
+
+
+@gluon.jit
+def _log_values(u_at, places, log_len, here, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """u [ROWS, 16] of the log's entries, 0 beyond it."""
+    j = gl.arange(0, _N, layout=gl.SliceLayout(0, layout))
+    known = ((j < log_len) & here)[None, :]
+    return gl.load(u_at + (places[None, :] * STRIDE + rows_of(layout)), mask=known, other=0.0)
 
 
 @gluon.constexpr_function
@@ -296,12 +314,14 @@ def value_layout():
 
 @gluon.jit
 def _tile(
-    ring, tiles, q, xs, es, vs, solution, reads, t, u_ptr, o_ptr, places_ptr, decay_ptr,
+    ring, tiles, q, xs, es, vs, solution, reads, decays, t, u, u_ptr, o_ptr, places,
     slot, m, n, key_head, ring_len, log_len, end, fold, candidates,
-    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, LOG: gl.constexpr,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """One tile: [ROWS, K] of S of a value head."""
+    """One tile: [ROWS, K] of S of a value head. Gives the log's u of the next one, on its way."""
     TILES: gl.constexpr = V // _ROWS
+    f32: gl.constexpr = gl.float32
+    row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     WIDE: gl.constexpr = xs.shape[1]
     mma: gl.constexpr = product_layout(WIDE)
     operand: gl.constexpr = left_layout(WIDE)
@@ -309,23 +329,27 @@ def _tile(
     column = key_head * (2 * V) + t * _ROWS  # of u, v and o
     u_at = u_ptr + column
     S_row = slot.to(gl.int32) * (G * V) + column
-    decay_at = decay_ptr + h * (_N + LOG + 1)
-    u = entries(u_at, places_ptr, 0, log_len, _N, G * V, operand)
-    decay = gl.load(decay_at + gl.arange(0, WIDE, layout=gl.SliceLayout(0, mma)) // 2)
+    decays, fades, ends = decays
+    fades = fades._reinterpret(f32, [2, _N], row).index(h)
+    ends = ends._reinterpret(f32, [2, 1], row).index(h)
+    if WHOLE:
+        _ask_tile(ring, tiles, q, G, K, V)
     if fold:
-        acc = _stream(ring, tiles, q, xs, es, S_row, u, decay_at + _N, log_len, G, K, V, LOG, True)
+        acc = _stream(ring, tiles, q, xs, es, S_row, u, fades, ends, G, K, V, WHOLE, True)
     else:
-        acc = _stream(
-            ring, tiles, q, xs, es, S_row, u, decay_at + _N, log_len, G, K, V, LOG, False
-        )
+        acc = _stream(ring, tiles, q, xs, es, S_row, u, fades, ends, G, K, V, WHOLE, False)
     j = gl.arange(0, _N, layout=gl.SliceLayout(0, operand))
-    moving = ((j >= ring_len) & (j < end))[None, :]
-    gl.store(u_at + (j[None, :] * (G * V) + rows_of(operand)), u, mask=moving)
+    if end > 0:
+        j = worked_out(j)
+        moving = ((j >= ring_len) & (j < end))[None, :]
+        gl.store(u_at + (j[None, :] * (G * V) + rows_of(operand)), u, mask=moving)
     high, low = pieces(u)
+    then = _log_values(u_at + _ROWS, places, log_len, t + 1 < 2 * TILES, G * V, operand)
     said = gl.zeros([_ROWS, WIDE], gl.float32, mma)
     read_high = reads.index(2 * h).permute((1, 0))
     said = product(high, low, read_high, reads.index(2 * h + 1).permute((1, 0)), said)
     said = warpgroup_mma_wait(0, deps=(said,))
+    decay = decays._reinterpret(f32, [2, WIDE], row).index(h).load(gl.SliceLayout(0, mma))
     acc = acc * decay[None, :] + said
 
     # What log and state say of each value, against the value: corrections, once solved.
@@ -341,11 +365,12 @@ def _tile(
     corrected, w = acc.reshape([_ROWS, _N, 2]).split()
     o += corrected
     apart: gl.constexpr = o.type.layout
-    i = gl.arange(0, _N, layout=gl.SliceLayout(0, apart))[None, :]
+    i = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(0, apart)))[None, :]
     at = column + rows_of(apart)
     gl.store(o_ptr + ((m + i) * (G * V) + at), o, mask=i < n)
     gl.store(u_ptr + ((candidates + i) * (G * V) + at), w, mask=i < n)
     tma.store_wait(0)
+    return then
 
 
 @gluon.jit(
@@ -353,13 +378,14 @@ def _tile(
         "num_units", "num_columns", "num_path", "num_entries", "log_capacity", "threshold",
     ]
 )  # fmt: skip
-def _fused_kernel(
+def _fused_kernel(  # noqa: C901 - one kernel, one pass
     S_blocks, S_ptr, y_ptr, taps_ptr, A_ptr, dt_bias_ptr, tail_ptr, inputs_ptr,
-    k_ptr, u_ptr, g_ptr, o_ptr, ancestors_ptr, places_ptr, decay_ptr,
+    k_ptr, u_ptr, g_ptr, o_ptr, ancestors_ptr, places_ptr,
     slot_ptr, num_nodes_ptr, parents_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr,
     num_units, num_columns, num_path, num_entries, log_capacity, threshold, beta_scale,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
-    STRIDE: gl.constexpr, LOG: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    STRIDE: gl.constexpr, LOG: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Program i of P: units (row, key head) i / P to (i + 1) / P of all, in order."""
     C: gl.constexpr = 2 * H * K + G * V
@@ -381,6 +407,10 @@ def _fused_kernel(
     vs = gl.allocate_shared_memory(
         bf16, [TILES, _N, _COLUMNS], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     )
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    decays = gl.allocate_shared_memory(gl.float32, [2, WIDE], row_layout)
+    fades = gl.allocate_shared_memory(gl.float32, [2, _N], row_layout)
+    ends = gl.allocate_shared_memory(gl.float32, [2, 1], row_layout)
     full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bar)
     for s in gl.static_range(_STAGES):
         mbarrier.init(full.index(s), count=1)
@@ -388,8 +418,8 @@ def _fused_kernel(
     barrier()
     ring = (S_blocks, ss, full)
     tiles = (first * TILES, last * TILES, slot_ptr)
-    for q in gl.static_range(_STAGES - 1):
-        ask(ring, q, place_of(tiles, q, G, K, V))
+    for s in gl.static_range(_STAGES if WHOLE else _STAGES - 1):
+        ask(ring, s, place_of(tiles, s, G, K, V))
     # Log and state are older than this round.
     _ask_state(first, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
     _ask_log(
@@ -400,16 +430,16 @@ def _fused_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    q = 0
     for unit in range(first, last):
+        q = (unit - first) * (TILES * PIECES)
         b = unit // H
         key_head = unit % H
         n = gl.load(num_nodes_ptr + b)
+        slot = gl.load(slot_ptr + b).to(gl.int64)
+        bank = gl.load(bank_ptr + b)
+        ring_len = gl.load(ring_len_ptr + b)
+        path_len = gl.load(path_len_ptr + b)
         if n > 0:
-            slot = gl.load(slot_ptr + b).to(gl.int64)
-            bank = gl.load(bank_ptr + b)
-            ring_len = gl.load(ring_len_ptr + b)
-            path_len = gl.load(path_len_ptr + b)
             log_len = ring_len + path_len
             fold = log_len > threshold
             end = gl.where(fold, 0, log_len)  # only what is not folded moves to the ring
@@ -425,33 +455,38 @@ def _fused_kernel(
                 dt_bias_ptr + 2 * key_head,
             )  # fmt: skip
             places_at = places_ptr + b * LOG
-            decay_at = decay_ptr + unit.to(gl.int64) * (2 * (_N + LOG + 1))
             u_at = u_ptr + slot * num_entries * (G * V)
             if unit > first:
                 _ask_state(unit, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
             barrier()  # nobody reads what the last unit multiplied with any more
             make_operands(
-                row, xs, es, vs, solution, reads, gates, taps_ptr,
+                row, xs, es, vs, solution, reads, decays, fades, ends, gates, taps_ptr,
                 inputs_ptr + write * num_path * C, tail_ptr + write * ((W - 1) * C),
-                k_ptr + (slot * num_entries * H + key_head) * K,
-                g_ptr + slot * num_entries * G + 2 * key_head, decay_at, ancestors_ptr + m,
-                places_at, candidates, n, ring_len, log_len, end, key_head, beta_scale,
-                H, G, K, V, W, LOG, STRIDE,
+                k_ptr + (slot * num_entries * H + key_head) * K, u_at,
+                g_ptr + slot * num_entries * G + 2 * key_head, ancestors_ptr + m,
+                places_at, candidates, n, ring_len, log_len, end, key_head,
+                (unit + 1 < last) & (key_head + 1 < H), beta_scale,
+                H, G, K, V, W, STRIDE,
             )  # fmt: skip
-            _ask_log(
-                unit + 1, last, k_ptr, u_ptr, places_ptr, slot_ptr, ring_len_ptr, path_len_ptr,
-                num_entries, H, G, K, V, LOG,
+            j = gl.arange(0, _N, layout=gl.SliceLayout(0, left_layout(WIDE)))
+            places = gl.load(places_at + j, mask=j < log_len, other=0)
+            u = _log_values(
+                u_at + key_head * (2 * V), places, log_len, log_len > 0, G * V, left_layout(WIDE)
             )  # fmt: skip
             for t in range(TILES):
-                _tile(
-                    ring, tiles, q + t * PIECES, xs, es, vs, solution, reads, t, u_at, o_ptr,
-                    places_at, decay_at, slot, m, n, key_head, ring_len, log_len, end, fold,
-                    candidates, G, K, V, LOG,
+                u = _tile(
+                    ring, tiles, q + t * PIECES, xs, es, vs, solution, reads,
+                    (decays, fades, ends), t, u, u_at, o_ptr, places, slot, m, n, key_head,
+                    ring_len, log_len, end, fold, candidates, G, K, V, WHOLE,
                 )  # fmt: skip
         else:
-            for piece in range(TILES * PIECES):
-                after = q + (piece + _STAGES - 1)
-                wait_for(full, q + piece)
-                barrier()
-                ask(ring, after, place_of(tiles, after, G, K, V))
-        q += TILES * PIECES
+            for t in range(TILES):
+                if WHOLE:
+                    _ask_tile(ring, tiles, q + t * PIECES, G, K, V)
+                for c in gl.static_range(PIECES):
+                    piece = q + (t * PIECES + c)
+                    wait_for(full, piece)
+                    if not WHOLE:
+                        after = piece + (_STAGES - 1)
+                        barrier()
+                        ask(ring, after, place_of(tiles, after, G, K, V))

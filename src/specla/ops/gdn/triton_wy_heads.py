@@ -3,9 +3,11 @@
 """What all tiles of a row and key head multiply with, made where it is used: the convolution, the
 gates and the triangular systems of `ops.gdn.triton_wy_fused`. Letters as in `ops.gdn.triton_wy`.
 
-Two value heads share the keys. Their systems are the blocks of one matrix [32, 32], so that both
-are solved in the time of one. Rows of x [32, K] are q_0 k_0 q_1 k_1 ...: one tile of the
-convolution holds both, and x x^T all of q k^T and k k^T.
+The chain of waits counts here, not the arithmetic: nothing else runs meanwhile. So loads are asked
+for before the first is waited for, by threads that have a node and eight columns; each warp holds
+all of what is small, where sums and changes of layout stay in it; and systems are solved by
+substitution, a column a lane, coefficients read four at a time: 16 steps of a few cycles instead
+of six products in a row with shared memory in between.
 """
 
 from __future__ import annotations
@@ -23,14 +25,32 @@ _N = gl.constexpr(16)  # nodes, and entries of the log
 
 @gluon.constexpr_function
 def tile_layout():
-    """Of tiles of the convolution: eight columns in a row per thread."""
+    """Of tiles [16, 64] of the convolution: a node and eight columns in a row per thread."""
     return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def small_layout():
-    """Of the products that make the systems."""
+    """Of the products that the systems are made of."""
     return gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
+
+
+@gluon.constexpr_function
+def cube_layout():
+    """Of [2, 16, 16]: (value head, node, node or entry). A warp has all of a head."""
+    return gl.BlockedLayout([1, 2, 4], [1, 8, 4], [2, 2, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def line_layout():
+    """Of [2, 16]: (value head, column), one a lane, in every warp."""
+    return gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def plain():
+    """Shared memory in the order of rows."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
 
 @gluon.jit
@@ -41,6 +61,28 @@ def _add(x, y):
 @gluon.jit
 def _sum(x, axis: gl.constexpr):
     return gl.reduce(x, axis, _add)
+
+
+@gluon.jit
+def worked_out(x):
+    """x, and what follows from it worked out where it is used: known ahead of the loop it would
+    have to be kept, and there are no registers."""
+    text: gl.constexpr = "mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(text, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def ask_line(at, there):
+    """The 128 bytes around each `at` into L2."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, $2, 0;
+        @p prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+        }""", "=r,l,r", [at.to(gl.int64), there.to(gl.int32)], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -79,75 +121,96 @@ def _softplus(x):
 
 
 @gluon.jit
-def _climb(parents_ptr, node, steps: gl.constexpr):
-    """As `triton_prepare._climb`."""
-    beyond = gl.where(node < 0, 1, 1)
-    for _ in gl.static_range(steps):
-        beyond = gl.where(node < 0, beyond + 1, beyond)
-        node = gl.load(parents_ptr + node, mask=node >= 0, other=-1)
-    return node, beyond
+def _climb(parents_ptr, node, beyond):
+    """One step up: as `triton_prepare._climb`."""
+    beyond = gl.where(node < 0, beyond + 1, beyond)
+    return gl.load(parents_ptr + node, mask=node >= 0, other=-1), beyond
 
 
 @gluon.jit
-def _origin(row, node, back: gl.constexpr, C: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr):
-    """Where the raw input `back` steps before a node begins."""
-    y_ptr, inputs_ptr, tail_ptr, parents_ptr, path_ptr, path_len, m = row
-    at, beyond = _climb(parents_ptr, node, back)
-    origin = y_ptr + (m + at) * STRIDE
-    if back > 0:
-        entry = path_len - beyond
-        place = gl.load(path_ptr + entry, mask=(at < 0) & (entry >= 0), other=0)
-        above = gl.where(entry >= 0, inputs_ptr + place * C, tail_ptr + (W - 1 + entry) * C)
-        origin = gl.where(at < 0, above, origin)
-    return origin
+def _origin(row, at, beyond, C: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr):
+    """Where the raw input begins of a node `at`, or of what is so far beyond the root."""
+    y_ptr, inputs_ptr, tail_ptr, _, path_ptr, path_len, m = row
+    entry = path_len - beyond
+    place = gl.load(path_ptr + entry, mask=(at < 0) & (entry >= 0), other=0)
+    above = gl.where(entry >= 0, inputs_ptr + place * C, tail_ptr + (W - 1 + entry) * C)
+    return gl.where(at < 0, above, y_ptr + (m + at) * STRIDE)
 
 
 @gluon.jit
 def _origins(row, node, C: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr):
     """Where the raw inputs of each node's four steps begin, oldest first."""
+    one, from_one = _climb(row[3], node, gl.where(node < 0, 1, 1))
+    two, from_two = _climb(row[3], one, from_one)
+    three, from_three = _climb(row[3], two, from_two)
     return (
-        _origin(row, node, 3, C, W, STRIDE), _origin(row, node, 2, C, W, STRIDE),
-        _origin(row, node, 1, C, W, STRIDE), _origin(row, node, 0, C, W, STRIDE),
+        _origin(row, three, from_three, C, W, STRIDE), _origin(row, two, from_two, C, W, STRIDE),
+        _origin(row, one, from_one, C, W, STRIDE), row[0] + (row[6] + node) * STRIDE,
     )  # fmt: skip
 
 
 @gluon.jit
-def _raw(origins, column, mask):
-    """A tile's raw inputs, oldest first."""
-    return (
-        gl.load(origins[0][:, None] + column, mask=mask, other=0.0),
-        gl.load(origins[1][:, None] + column, mask=mask, other=0.0),
-        gl.load(origins[2][:, None] + column, mask=mask, other=0.0),
-        gl.load(origins[3][:, None] + column, mask=mask, other=0.0),
-    )  # fmt: skip
+def _raw(origins, taps_ptr, column, mask, C: gl.constexpr):
+    """A tile's raw inputs and taps, oldest first."""
+    x = ()
+    for i in gl.static_range(4):
+        x += (gl.load(origins[i][:, None] + column[None, :], mask=mask, other=0.0),)
+    for i in gl.static_range(4):
+        x += (gl.load(taps_ptr + column + i * C),)
+    return x
 
 
 @gluon.jit
-def _convolved(raw, taps_ptr, column, C: gl.constexpr):
+def _ask_next(
+    origins, place, log_k, log_u, n, log_len, key_head, H: gl.constexpr, G: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """What the row's next key head reads into L2; log_k: of the one before it."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, lines)
+    node = worked_out(gl.arange(0, _N, layout=rows))[:, None]
+    line = worked_out(gl.arange(0, 8, layout=gl.SliceLayout(0, lines)))[None, :]
+    column = line * 64
+    of_key = (column // K * H + key_head) * K + column % K
+    of_value = 2 * (H - 1) * K + key_head * (2 * V) + column
+    at = gl.where(column < 2 * K, of_key, of_value)
+    live = (node < n) & (line >= 0)
+    for i in gl.static_range(4):
+        ask_line(gl.convert_layout(origins[i], rows, assert_trivial=True)[:, None] + at, live)
+    known = (node < log_len) & (line >= 0)
+    entry = gl.convert_layout(place, rows, assert_trivial=True)[:, None]
+    ask_line(log_u + (entry * (G * V) + key_head * (2 * V) + line * 32), known)
+    ask_line(log_k + (entry * (H * K) + K + line * 32), known & (line < K // 32))
+
+
+@gluon.jit
+def _convolved(raw):
     """SiLU of the convolution."""
-    acc = raw[0].to(gl.float32) * gl.load(taps_ptr + column).to(gl.float32)
-    acc = raw[1].to(gl.float32) * gl.load(taps_ptr + (column + C)).to(gl.float32) + acc
-    acc = raw[2].to(gl.float32) * gl.load(taps_ptr + (column + 2 * C)).to(gl.float32) + acc
-    acc = raw[3].to(gl.float32) * gl.load(taps_ptr + (column + 3 * C)).to(gl.float32) + acc
+    acc = raw[0].to(gl.float32) * raw[4].to(gl.float32)[None, :]
+    for i in gl.static_range(1, 4):
+        acc = raw[i].to(gl.float32) * raw[4 + i].to(gl.float32)[None, :] + acc
     return _rounded(acc * _sigmoid(acc))
 
 
 @gluon.jit
-def _value(raw, taps_ptr, column, at, mask, out, C: gl.constexpr):
-    """A tile of v into shared memory, its raw input into the bank."""
-    gl.store(at, raw[3], mask=mask)
-    out.store(_convolved(raw, taps_ptr, column, C).to(gl.bfloat16))
-
-
-@gluon.jit
-def _new_tail(row, column, out_ptr, C: gl.constexpr, W: gl.constexpr):
-    """The newest W - 1 inputs above the root."""
+def _move_tail(
+    row, key_head, out_ptr, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    W: gl.constexpr,
+):  # fmt: skip
+    """The newest W - 1 inputs above the root become the tail."""
+    C: gl.constexpr = 2 * H * K + G * V
+    wide: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
     _, inputs_ptr, tail_ptr, _, path_ptr, path_len, _ = row
-    for i in gl.static_range(W - 1):
-        entry = path_len - (W - 1) + i
-        place = gl.load(path_ptr + entry, mask=entry >= 0, other=0)
-        at = gl.where(entry >= 0, inputs_ptr + place * C, tail_ptr + (W - 1 + entry) * C)
-        gl.store(out_ptr + (i * C + column), gl.load(at + column))
+    i = worked_out(gl.arange(0, 4, layout=gl.SliceLayout(1, wide)))
+    f = gl.arange(0, 2 * K + 2 * V, layout=gl.SliceLayout(0, wide))
+    of_values = 2 * (H - 1) * K + key_head * (2 * V) + f
+    column = gl.where(f < 2 * K, (f // K * H + key_head) * K + f % K, of_values)[None, :]
+    entry = path_len - (W - 1) + i
+    known = i < W - 1
+    place = gl.load(path_ptr + entry, mask=(entry >= 0) & known, other=0)
+    at = gl.where(entry >= 0, inputs_ptr + place * C, tail_ptr + (W - 1 + entry) * C)
+    newest = gl.load(at[:, None] + column, mask=known[:, None], other=0.0)
+    gl.store(out_ptr + (i[:, None] * C + column), newest, mask=known[:, None])
 
 
 @gluon.jit
@@ -159,239 +222,277 @@ def _dot(a_high, a_low, b_high, b_low, acc):
 
 
 @gluon.jit
-def _times(x, y):
-    """x y of two results in pieces."""
-    layout: gl.constexpr = small_layout()
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    x_high, x_low = gl.convert_layout(x[0], left), gl.convert_layout(x[1], left)
-    y_high, y_low = gl.convert_layout(y[0], right), gl.convert_layout(y[1], right)
-    return _dot(x_high, x_low, y_high, y_low, gl.zeros([2 * _N, 2 * _N], gl.float32, layout))
+def _keep(out, x):
+    """x [B, R, C] in pieces into the shared buffers `out` [2 B, R, C], low pieces behind high ones
+    of the same R rows. At once: between stores to one buffer the compiler puts a barrier."""
+    B: gl.constexpr = x.shape[0]
+    R: gl.constexpr = x.shape[1]
+    C: gl.constexpr = x.shape[2]
+    high, low = pieces(x)
+    both = gl.join(high, low).permute((0, 3, 1, 2)).reshape([2 * B * R, C])
+    out._reinterpret(gl.bfloat16, [1, 2 * B * R, C], out.layout).index(0).store(both)
 
 
 @gluon.jit
-def _where(mask, x):
-    """Both pieces where `mask` is set, 0 elsewhere."""
-    zero = gl.zeros(x[0].shape, gl.bfloat16, small_layout())
-    return gl.where(mask, x[0], zero), gl.where(mask, x[1], zero)
+def _beside(first, second):
+    """Two halves of the columns -> [2, rows, columns]."""
+    return gl.join(first, second).permute((2, 0, 1))
 
 
 @gluon.jit
-def _gate_inputs(gates, ancestors_ptr, r, n, G: gl.constexpr, STRIDE: gl.constexpr):
-    """What the gates of (value head, node) r come from, and the nodes above it as bits."""
+def _woven(q, k):
+    """q_0 k_0 q_1 k_1 ..."""
+    return gl.join(q, k).permute((0, 2, 1)).reshape([2 * q.shape[0], q.shape[1]])
+
+
+@gluon.jit
+def _pairs(x):
+    """Neighbours of a tuple along a new last axis."""
+    out = ()
+    for i in gl.static_range(len(x) // 2):
+        out += (gl.join(x[2 * i], x[2 * i + 1]),)
+    return out
+
+
+@gluon.jit
+def _scores(x, at):
+    """Rows 2i and 2i + 1 of x [32, 16], by way of `at`, as two matrices [16, 16] of the cube."""
+    layout: gl.constexpr = gl.SliceLayout(0, cube_layout())
+    at.store(x)
+    x = at.load(gl.BlockedLayout([4, 4], [8, 4], [4, 1], [1, 0]))
+    of_q, of_k = x.reshape([_N, 2, _N]).permute((0, 2, 1)).split()
+    return gl.convert_layout(of_q, layout), gl.convert_layout(of_k, layout)
+
+
+@gluon.jit
+def _gate_inputs(gates, ancestors_ptr, n, G: gl.constexpr, STRIDE: gl.constexpr):
+    """What the gates [2, 16] come from, and the nodes above each as bits."""
     gates_ptr, A_ptr, dt_bias_ptr = gates
-    node = r % _N
-    live = node < n
-    at = gates_ptr + (node * STRIDE + r // _N)
+    layout: gl.constexpr = gl.SliceLayout(1, cube_layout())
+    h = gl.arange(0, 2, layout=gl.SliceLayout(1, layout))
+    node = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(0, layout)))
+    i = gl.arange(0, _N, layout=gl.SliceLayout(1, gl.SliceLayout(0, cube_layout())))
+    at = gates_ptr + (node[None, :] * STRIDE + h[:, None])
+    live = (node < n)[None, :] & (h >= 0)[:, None]
+    over = gl.load(ancestors_ptr + i, mask=i < n, other=0).to(gl.int32)
     return (
         gl.load(at, mask=live, other=0.0), gl.load(at + G, mask=live, other=0.0),
-        gl.load(A_ptr + r // _N), gl.load(dt_bias_ptr + r // _N),
-        gl.load(ancestors_ptr + node, mask=live, other=0).to(gl.int32), live,
+        gl.load(A_ptr + h), gl.load(dt_bias_ptr + h), live, over,
     )  # fmt: skip
 
 
 @gluon.jit
-def _gates(inputs, beta_scale):
-    """(g, beta, nodes above)."""
-    a, logit, A, dt_bias, over, live = inputs
-    g = A * _softplus(a.to(gl.float32) + dt_bias)
+def _gates(inputs, g_ptr, candidates, beta_scale, G: gl.constexpr):
+    """(g, beta) [2, 16]; g is kept."""
+    a, logit, A, dt_bias, live, _ = inputs
+    layout: gl.constexpr = gl.SliceLayout(1, cube_layout())
+    g = A[:, None] * _softplus(a.to(gl.float32) + dt_bias[:, None])
     beta = beta_scale / (1 + gl.exp(-logit.to(gl.float32)))
-    return gl.where(live, g, 0.0), gl.where(live, beta, 0.0), over
-
-
-@gluon.jit
-def _both(x):
-    """x [16, 16] -> [32, 32], in each of its quarters."""
-    x = gl.join(x, x)
-    x = gl.join(x, x).permute((2, 0, 3, 1)).reshape([2 * _N, 2 * _N])
-    return gl.convert_layout(x, small_layout())
-
-
-@gluon.jit
-def _apart(x):
-    """x [R, 16, 2] -> its two halves."""
-    columns: gl.constexpr = x.shape[0] // 8
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, columns, 2], [2 * columns, 16 // columns, 1], [4, 1, 1], [2, 1, 0]
-    )
-    return gl.convert_layout(x, layout).split()
-
-
-@gluon.jit
-def _keep(out, first, x):
-    """x in pieces into two shared buffers."""
-    high, low = pieces(x)
-    out.index(first).store(high)
-    out.index(first + 1).store(low)
-
-
-@gluon.jit
-def _systems(
-    xx, xe, solution, reads, of_nodes, log_g, g_ptr, decay_ptr, candidates, n,
-    beta_scale, G: gl.constexpr, LOG: gl.constexpr,
-):  # fmt: skip
-    """P T and T, F and E of both value heads into shared memory; gates and decays into memory.
-    One matrix [32, 32] has both heads' systems as its blocks."""
-    layout: gl.constexpr = small_layout()
-    SIZE: gl.constexpr = _N + LOG + 1
-    r = gl.arange(0, 2 * _N, layout=gl.SliceLayout(1, layout))
-    c = gl.arange(0, 2 * _N, layout=gl.SliceLayout(0, layout))
-    g, beta, over = _gates(of_nodes, beta_scale)
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
-    g_c, beta_c = gl.convert_layout(g, columns), gl.convert_layout(beta, columns)
-    gl.store(g_ptr + ((candidates + r % _N) * G + r // _N), g, mask=r % _N < n)
-    same = (r // _N)[:, None] == (c // _N)[None, :]
-    above = same & (((over[:, None] >> (c % _N)[None, :]) & 1) != 0)
-    total = _sum(gl.where(above, g_c[None, :], 0.0), axis=1)
-    total_c = gl.convert_layout(total, columns)
-    decay = gl.exp(gl.where(above, total[:, None] - total_c[None, :], float("-inf")))
-
-    _, xk = xx.reshape([2 * _N, _N, 2]).split()
-    qk, kk = _apart(xk.reshape([_N, 2, _N]).permute((0, 2, 1)))
-    i, j = r[:, None], c[None, :]
-    A = gl.where(i == j, 0.0, beta[:, None] * decay * _both(kk))
-    T = gl.where(i == j, 1.0, gl.where((i >> 1) == (j >> 1), -A, 0.0))
-    cut = pieces(A)
-    for level in range(1, 4):
-        under = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
-        solved = pieces(T)
-        T = T - _times(solved, pieces(_times(_where(under, cut), solved)))
-    T = T * beta_c[None, :]
-    PT = _times(pieces(decay * _both(qk)), pieces(T))
-    # What is beside the blocks is zero.
-    T = _sum(T.reshape([2 * _N, 2, _N]), axis=1)
-    PT = _sum(PT.reshape([2 * _N, 2, _N]), axis=1)
-    both = gl.join(PT, T).permute((0, 2, 1)).reshape([4 * _N, _N])
-    first, second = _apart(both.reshape([2, 2 * _N, _N]).permute((1, 2, 0)))
-    _keep(solution, 0, first)
-    _keep(solution, 2, second)
-
-    entry = gl.arange(0, _N, layout=gl.SliceLayout(1, layout))
-    j = gl.arange(0, _N, layout=gl.SliceLayout(0, layout))
-    g0, g1 = log_g
-    later = entry[:, None] > j[None, :]
-    left0 = _sum(gl.where(later, g0[:, None], 0.0), axis=0)
-    left1 = _sum(gl.where(later, g1[:, None], 0.0), axis=0)
-    fade0 = _sum(g0, axis=0)
-    fade1 = _sum(g1, axis=0)
-    pairs: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
-    total0, total1 = gl.convert_layout(total.reshape([2, _N]).permute((1, 0)), pairs).split()
-    wide0 = gl.convert_layout(gl.join(total0, total0).reshape([2 * _N]), gl.SliceLayout(1, layout))
-    wide1 = gl.convert_layout(gl.join(total1, total1).reshape([2 * _N]), gl.SliceLayout(1, layout))
-    _keep(reads, 0, xe * gl.exp(wide0[:, None] + left0[None, :]))
-    _keep(reads, 2, xe * gl.exp(wide1[:, None] + left1[None, :]))
-    fade = gl.where(r < _N, fade0, fade1)
-    gl.store(decay_ptr + (r // _N) * SIZE + r % _N, gl.exp(fade + total))
-    gl.store(decay_ptr + (_N + j), gl.exp(left0))
-    gl.store(decay_ptr + (SIZE + _N + j), gl.exp(left1))
-    gl.store(decay_ptr + (_N + LOG), gl.exp(fade0))
-    gl.store(decay_ptr + (SIZE + _N + LOG), gl.exp(fade1))
+    h = gl.arange(0, 2, layout=gl.SliceLayout(1, layout))
+    node = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(0, layout)))
+    gl.store(g_ptr + ((candidates + node)[None, :] * G + h[:, None]), g, mask=live)
+    return gl.where(live, g, 0.0), gl.where(live, beta, 0.0)
 
 
 @gluon.jit
 def _log_gates(g_ptr, places_ptr, ring_len, log_len, end, G: gl.constexpr):
-    """g of the log's entries, of both value heads; what moves to the ring is stored there."""
-    layout: gl.constexpr = gl.SliceLayout(1, small_layout())
-    entry = gl.arange(0, _N, layout=layout)
-    at = g_ptr + gl.load(places_ptr + entry, mask=entry < log_len, other=0) * G
-    g0 = gl.load(at, mask=entry < log_len, other=0.0)
-    g1 = gl.load(at + 1, mask=entry < log_len, other=0.0)
-    moving = (entry >= ring_len) & (entry < end)
-    gl.store(g_ptr + entry * G, g0, mask=moving)
-    gl.store(g_ptr + (entry * G + 1), g1, mask=moving)
-    return g0, g1
+    """g [2, 16] of the log's entries; what moves to the ring is stored there."""
+    layout: gl.constexpr = gl.SliceLayout(2, cube_layout())
+    h = gl.arange(0, 2, layout=gl.SliceLayout(1, layout))[:, None]
+    entry = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(0, layout)))
+    place = gl.load(places_ptr + entry, mask=entry < log_len, other=0)
+    known = (entry < log_len)[None, :] & (h >= 0)
+    g = gl.load(g_ptr + (place[None, :] * G + h), mask=known, other=0.0)
+    moving = ((entry >= ring_len) & (entry < end))[None, :] & (h >= 0)
+    gl.store(g_ptr + (entry[None, :] * G + h), g, mask=moving)
+    return g
+
+
+@gluon.jit
+def _substitute(coefficients, beta):
+    """Rows 2i and 2i + 1 of P T and T, T = (I + A)^-1 diag(beta), of both heads: [32, 32], a
+    head's column a lane."""
+    line: gl.constexpr = line_layout()
+    head: gl.constexpr = gl.SliceLayout(1, line)
+    four: gl.constexpr = gl.SliceLayout(
+        1, gl.BlockedLayout([1, 1, 4], [2, 16, 1], [4, 1, 1], [2, 1, 0])
+    )
+    c = gl.arange(0, _N, layout=gl.SliceLayout(0, line))[None, :]
+    rows = ()
+    both = ()
+    for i in gl.static_range(_N):
+        t = gl.where(c == i, beta, 0.0)
+        pt = gl.zeros([2, _N], gl.float32, line)
+        # Two of A and two of P at a time; the last ones of P are of this row itself.
+        for pair in gl.static_range((i + 2) // 2):
+            x = coefficients.index(i * (_N // 2) + pair).load(four)
+            of_A, of_P = x.reshape([2, 2, 2]).split()
+            a0, a1 = of_A.split()
+            p0, p1 = of_P.split()
+            if 2 * pair < i:
+                t = t - gl.convert_layout(a0, head)[:, None] * rows[2 * pair]
+                pt = pt + gl.convert_layout(p0, head)[:, None] * rows[2 * pair]
+            else:
+                rows += (t,)
+                pt = pt + gl.convert_layout(p0, head)[:, None] * t
+            if 2 * pair + 1 < i:
+                t = t - gl.convert_layout(a1, head)[:, None] * rows[2 * pair + 1]
+                pt = pt + gl.convert_layout(p1, head)[:, None] * rows[2 * pair + 1]
+            elif 2 * pair + 1 == i:
+                rows += (t,)
+                pt = pt + gl.convert_layout(p1, head)[:, None] * t
+        both += (gl.join(pt, t),)
+    x = _pairs(_pairs(_pairs(_pairs(both))))[0]
+    return x.permute((6, 5, 4, 3, 2, 0, 1)).reshape([2 * _N, 2 * _N])
+
+
+@gluon.jit
+def _systems(
+    xk, xe, solution, reads, decays, fades, ends, of_nodes, log_g, g_ptr, candidates, beta_scale,
+    G: gl.constexpr,
+):  # fmt: skip
+    """P T and T, F and E, and decays of both value heads into shared memory; gates into memory.
+
+    xk, xe [32, 16]: rows of x times keys of nodes and of the log."""
+    cube: gl.constexpr = cube_layout()
+    rows: gl.constexpr = gl.SliceLayout(2, cube)
+    matrix: gl.constexpr = gl.SliceLayout(0, cube)
+    i = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(1, matrix)))[:, None]
+    j = gl.arange(0, _N, layout=gl.SliceLayout(0, matrix))[None, :]
+    g, beta = _gates(of_nodes, g_ptr, candidates, beta_scale, G)
+    above = (((of_nodes[5][:, None] >> j) & 1) != 0)[None, :, :]
+    total = _sum(gl.where(above, g[:, None, :], 0.0), axis=2)
+    past = gl.convert_layout(total, gl.SliceLayout(1, cube))
+    decay = gl.where(above, total[:, :, None] - past[:, None, :], float("-inf"))
+    decay = gl.exp(decay)
+    left = _sum(gl.where((i > j)[None, :, :], log_g[:, :, None], 0.0), axis=1)
+    end = gl.convert_layout(_sum(log_g, axis=1), gl.SliceLayout(1, rows))[:, None]
+
+    scratch = gl.allocate_shared_memory(gl.float32, [2 * _N, _N], plain())
+    qk, kk = _scores(xk, scratch)
+    A = decay * gl.convert_layout(beta, rows)[:, :, None] * kk[None, :, :]
+    P = decay * qk[None, :, :]
+    AP = gl.join(A, P).reshape([2, _N, _N // 2, 2, 2]).permute((1, 2, 0, 3, 4))
+    coefficients = gl.allocate_shared_memory(gl.float32, [_N * _N, 4], plain())
+    coefficients.store(AP.reshape([_N * _N, 4]))
+    qe, ke = _scores(xe, scratch)
+    solved = gl.allocate_shared_memory(gl.float32, [2 * _N, 2 * _N], plain())
+    pairs = coefficients._reinterpret(gl.float32, [_N * _N // 2, 2, 4], plain())
+    solved.store(_substitute(pairs, gl.convert_layout(beta, line_layout())))
+
+    reach = gl.exp(total[:, :, None] + left[:, None, :])
+    FE = gl.join(reach * qe[None, :, :], reach * ke[None, :, :]).permute((0, 1, 3, 2))
+    _keep(reads, FE.reshape([2, 2 * _N, _N]))
+    whole = gl.exp(end + total)
+    decays.store(gl.join(whole, whole).reshape([2, 2 * _N]))
+    fades.store(gl.exp(left))
+    ends.store(gl.exp(end))
+
+    x = solved.load(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+    _keep(solution, x.reshape([2 * _N, 2, _N]).permute((1, 0, 2)))
 
 
 @gluon.jit
 def make_operands(
-    row, xs, es, vs, solution, reads, gates, taps_ptr, inputs_out, tail_out, log_k, g_ptr,
-    decay_ptr, ancestors_ptr, places_ptr, candidates, n, ring_len, log_len, end, key_head,
-    beta_scale, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    W: gl.constexpr, LOG: gl.constexpr, STRIDE: gl.constexpr,
+    row, xs, es, vs, solution, reads, decays, fades, ends, gates, taps_ptr, inputs_out, tail_out,
+    log_k, log_u, g_ptr, ancestors_ptr, places_ptr, candidates, n, ring_len, log_len, end,
+    key_head, another, beta_scale, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """What all tiles of a row and key head multiply with, in shared memory."""
+    """What all tiles of a row and key head multiply with, in shared memory. another: whether the
+    next unit is the row's next key head."""
     C: gl.constexpr = 2 * H * K + G * V
-    CHUNKS: gl.constexpr = K // _COLUMNS
     tile: gl.constexpr = tile_layout()
-    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, tile))[None, :]
-    r = gl.arange(0, 2 * _N, layout=gl.SliceLayout(1, tile))
-    is_key = r % 2 == 1
-    live = r // 2 < n
-    entry = gl.arange(0, _N, layout=gl.SliceLayout(1, tile))
-    # All that comes from memory is on its way before the first of it is waited for.
-    place = gl.load(places_ptr + entry, mask=entry < log_len, other=0)
-    known = (entry < log_len)[:, None] & (column >= 0)
-    e_at = log_k + (place[:, None] * (H * K) + column)
+    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, tile))
+    all_of_it = (column >= 0)[None, :]
+    node = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(1, tile)))
+    live = node < n
+    mask = live[:, None] & all_of_it
+    place = gl.load(places_ptr + node, mask=node < log_len, other=0)
+    origins = _origins(row, gl.where(live, node, -1), C, W, STRIDE)
+    of_nodes = _gate_inputs(gates, ancestors_ptr, n, G, STRIDE)
+    q_at = key_head * K + column
+    v_at = 2 * H * K + key_head * (2 * V) + column
+    if another:
+        _ask_next(origins, place, log_k, log_u, n, log_len, key_head + 1, H, G, K, V)
+    # Three tiles are in flight: more have no room in registers.
+    q0 = _raw(origins, taps_ptr, q_at, mask, C)
+    q1 = _raw(origins, taps_ptr, q_at + _COLUMNS, mask, C)
+    k0 = _raw(origins, taps_ptr, q_at + H * K, mask, C)
+    known = (node < log_len)[:, None] & all_of_it
+    e_at = log_k + (place[:, None] * (H * K) + column[None, :])
     e0 = gl.load(e_at, mask=known, other=0.0)
     e1 = gl.load(e_at + _COLUMNS, mask=known, other=0.0)
     log_g = _log_gates(g_ptr, places_ptr, ring_len, log_len, end, G)
-    start = gl.where(is_key, H + key_head, key_head) * K
-    mask = live[:, None] & (column >= 0)
-    origins = _origins(row, gl.where(live, r // 2, -1), C, W, STRIDE)
-    x_at = start[:, None] + column
-    raw0 = _raw(origins, x_at, mask)
-    raw1 = _raw(origins, x_at + _COLUMNS, mask)
-    v_live = entry < n
-    v_mask = v_live[:, None] & (column >= 0)
-    origins = _origins(row, gl.where(v_live, entry, -1), C, W, STRIDE)
-    v_at = (2 * H * K + key_head * (2 * V)) + column + (entry * 0)[:, None]
-    rows: gl.constexpr = gl.SliceLayout(1, small_layout())
-    of_nodes = _gate_inputs(gates, ancestors_ptr, gl.arange(0, 2 * _N, layout=rows), n, G, STRIDE)
-
-    x0 = _convolved(raw0, taps_ptr, x_at, C)
-    x1 = _convolved(raw1, taps_ptr, x_at + _COLUMNS, C)
-    inputs_at = inputs_out + ((r // 2)[:, None] * C + x_at)
-    gl.store(inputs_at, raw0[3], mask=mask)
-    gl.store(inputs_at + _COLUMNS, raw1[3], mask=mask)
-    values0 = _raw(origins, v_at, v_mask)
-    values1 = _raw(origins, v_at + _COLUMNS, v_mask)
-    values2 = _raw(origins, v_at + 2 * _COLUMNS, v_mask)
-    values3 = _raw(origins, v_at + 3 * _COLUMNS, v_mask)
-    square = _sum(x0 * x0 + x1 * x1, axis=1)
-    norm = gl.where(is_key, 1.0, K**-0.5) / gl.sqrt(square + 1e-6)
-    x0 = x0 * norm[:, None]
-    x1 = x1 * norm[:, None]
-    k_at = log_k + ((candidates + r // 2)[:, None] * (H * K) + column)
-    kept = mask & is_key[:, None]
-    gl.store(k_at, x0, mask=kept)
-    gl.store(k_at + _COLUMNS, x1, mask=kept)
-    _keep(xs, 0, x0)
-    _keep(xs, 2, x1)
-    moving = ((entry >= ring_len) & (entry < end))[:, None] & (column >= 0)
-    ring_at = log_k + (entry[:, None] * (H * K) + column)
-    gl.store(ring_at, e0, mask=moving)
-    gl.store(ring_at + _COLUMNS, e1, mask=moving)
-    _keep(es, 0, e0)
-    _keep(es, 2, e1)
-    out_at = inputs_out + (entry[:, None] * C + v_at)
-    _value(values0, taps_ptr, v_at, out_at, v_mask, vs.index(0), C)
-    _value(values1, taps_ptr, v_at + _COLUMNS, out_at + _COLUMNS, v_mask, vs.index(1), C)
-    _value(values2, taps_ptr, v_at + 2 * _COLUMNS, out_at + 2 * _COLUMNS, v_mask, vs.index(2), C)
-    _value(values3, taps_ptr, v_at + 3 * _COLUMNS, out_at + 3 * _COLUMNS, v_mask, vs.index(3), C)
-    flat: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    f = gl.arange(0, 256, layout=flat)
-    _new_tail(row, gl.where(f < K, key_head * K, (H + key_head - 1) * K) + f, tail_out, C, W)
-    _new_tail(row, 2 * H * K + key_head * (2 * V) + f, tail_out, C, W)
+    inputs_at = inputs_out + node[:, None] * C
+    at = inputs_at + q_at[None, :]
+    gl.store(at, q0[3], mask=mask)
+    xq0 = _convolved(q0)
+    k1 = _raw(origins, taps_ptr, q_at + (H * K + _COLUMNS), mask, C)
+    gl.store(at + _COLUMNS, q1[3], mask=mask)
+    xq1 = _convolved(q1)
+    v0 = _raw(origins, taps_ptr, v_at, mask, C)
+    gl.store(at + H * K, k0[3], mask=mask)
+    xk0 = _convolved(k0)
+    v1 = _raw(origins, taps_ptr, v_at + _COLUMNS, mask, C)
+    gl.store(at + (H * K + _COLUMNS), k1[3], mask=mask)
+    xk1 = _convolved(k1)
+    norm_q = (K**-0.5 / gl.sqrt(_sum(xq0 * xq0 + xq1 * xq1, axis=1) + 1e-6))[:, None]
+    norm_k = (1.0 / gl.sqrt(_sum(xk0 * xk0 + xk1 * xk1, axis=1) + 1e-6))[:, None]
+    xk0 *= norm_k
+    xk1 *= norm_k
+    _keep(xs, _beside(_woven(xq0 * norm_q, xk0), _woven(xq1 * norm_q, xk1)))
+    _keep(es, _beside(e0, e1))
+    k_at = log_k + ((candidates + node)[:, None] * (H * K) + column[None, :])
+    gl.store(k_at, xk0, mask=mask)
+    gl.store(k_at + _COLUMNS, xk1, mask=mask)
+    if end > 0:
+        moving = ((node >= ring_len) & (node < end))[:, None] & all_of_it
+        ring_at = log_k + (node[:, None] * (H * K) + column[None, :])
+        gl.store(ring_at, e0, mask=moving)
+        gl.store(ring_at + _COLUMNS, e1, mask=moving)
+    v2 = _raw(origins, taps_ptr, v_at + 2 * _COLUMNS, mask, C)
+    at = inputs_at + v_at[None, :]
+    gl.store(at, v0[3], mask=mask)
+    of_v0 = _convolved(v0).to(gl.bfloat16)
+    v3 = _raw(origins, taps_ptr, v_at + 3 * _COLUMNS, mask, C)
+    gl.store(at + _COLUMNS, v1[3], mask=mask)
+    of_v1 = _convolved(v1).to(gl.bfloat16)
+    gl.store(at + 2 * _COLUMNS, v2[3], mask=mask)
+    gl.store(at + 3 * _COLUMNS, v3[3], mask=mask)
+    of_v23 = gl.join(_convolved(v2).to(gl.bfloat16), _convolved(v3).to(gl.bfloat16))
+    values = gl.join(gl.join(of_v0, of_v1), of_v23).permute((3, 2, 0, 1))
+    values = values.reshape([4 * _N, _COLUMNS])
+    vs._reinterpret(gl.bfloat16, [1, 4 * _N, _COLUMNS], vs.layout).index(0).store(values)
+    _move_tail(row, key_head, tail_out, H, G, K, V, W)
     fence_async_shared()
     barrier()
 
-    layout: gl.constexpr = small_layout()
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    xx = gl.zeros([2 * _N, 2 * _N], gl.float32, layout)
-    xe = gl.zeros([2 * _N, _N], gl.float32, layout)
-    for half in gl.static_range(CHUNKS):
-        a_high = xs.index(2 * half).load(left)
-        a_low = xs.index(2 * half + 1).load(left)
-        b_high = xs.index(2 * half).permute((1, 0)).load(right)
-        b_low = xs.index(2 * half + 1).permute((1, 0)).load(right)
-        xx = _dot(a_high, a_low, b_high, b_low, xx)
-        b_high = es.index(2 * half).permute((1, 0)).load(right)
-        b_low = es.index(2 * half + 1).permute((1, 0)).load(right)
-        xe = _dot(a_high, a_low, b_high, b_low, xe)
+    xk0, xe0 = _gram(xs, es, 0)
+    xk1, xe1 = _gram(xs, es, 1)
     _systems(
-        xx, xe, solution, reads, of_nodes, log_g, g_ptr, decay_ptr, candidates, n,
-        beta_scale, G, LOG,
+        xk0 + xk1, xe0 + xe1, solution, reads, decays, fades, ends, of_nodes, log_g, g_ptr,
+        candidates, beta_scale, G,
     )  # fmt: skip
     fence_async_shared()
     barrier()
+
+
+@gluon.jit
+def _gram(xs, es, half: gl.constexpr):
+    """This half's part of x k^T and x e^T, both [32, 16]."""
+    layout: gl.constexpr = small_layout()
+    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
+    a_high = xs.index(2 * half).load(left)
+    a_low = xs.index(2 * half + 1).load(left)
+    b_high = xs.index(2 * half).permute((1, 0)).load(right)
+    b_low = xs.index(2 * half + 1).permute((1, 0)).load(right)
+    xx = gl.zeros([2 * _N, 2 * _N], gl.float32, layout)
+    xx = _dot(a_high, a_low, b_high, b_low, xx)
+    b_high = es.index(2 * half).permute((1, 0)).load(right)
+    b_low = es.index(2 * half + 1).permute((1, 0)).load(right)
+    xe = gl.zeros([2 * _N, _N], gl.float32, layout)
+    xe = _dot(a_high, a_low, b_high, b_low, xe)
+    _, xk = xx.reshape([2 * _N, _N, 2]).split()
+    return xk, xe
