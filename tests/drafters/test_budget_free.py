@@ -15,6 +15,7 @@ from budget_world import Stairs
 from specla.drafters.base import Shape
 from specla.drafters.budget import STAKE
 from specla.drafters.budget_free import (
+    ALONE,
     LOADING,
     PLAIN,
     RESIDENT_LOADING,
@@ -231,7 +232,7 @@ def test_what_lost_its_stake_is_not_believed_in_before_it_pays() -> None:
     account.stake(1.0)
     account.book(-STAKE)
     assert account.is_lost
-    account.switch()
+    account.switch(lost=True)
     assert account.credit > RESUME_CREDIT
     assert not account.may_resume
     account.book(0.0)
@@ -260,3 +261,118 @@ def test_odds_are_of_paths_that_came_so_far() -> None:
     survival = budget.survival(16)
     assert survival[0] == pytest.approx(0.5, abs=0.02)
     assert survival[14] == pytest.approx(0.5, abs=0.05)
+
+
+# ---- a row that is alone, over what an H200 takes (GDN-1.3B, an EAGLE drafter)
+
+STEP = 965.0
+MICROSECONDS = {
+    PLAIN: 973, Shape(2, 1): 1030, Shape(4, 2): 1108, Shape(4, 3): 1148, Shape(8, 4): 1262,
+    Shape(8, 6): 1340, Shape(16, 4): 1352, Shape(16, 6): 1430,
+}  # fmt: skip
+FIXED_SHAPES = [Shape(16, 6), Shape(16, 4), Shape(8, 6), Shape(2, 1)]
+TURN = 70.0
+"""Of a drafter that begins or ceases to rest where it is."""
+Chance = Callable[[int], float]
+"""Probability that a step is right, by tokens so far."""
+
+
+class H200:
+    padded = True
+
+    def round_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float:
+        return {1: STEP, 2: 966.0, 4: 1000.0, 8: 1067.0, 16: 1158.0}[nodes]
+
+    def draft_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float | None:
+        return None if depth is None else 0.04 * STEP * (depth + 1)
+
+
+def steps_gone(rng: random.Random, p: float, shape: Shape, wider: float, most: int) -> int:
+    """wider: times as many misses in a tree twice as wide."""
+    width, reached = max(1.0, shape.nodes / (shape.depth + 1)), 0
+    p = 1 - (1 - p) * wider ** math.log2(width) if p else 0.0
+    while reached < shape.depth and rng.random() < p:
+        reached += 1
+    return min(reached, most)
+
+
+def alone(budget: FreeBudget, p: Chance, tokens: int, seed: int, wider: float) -> Run:
+    """Its `steps` are all there is; the host is one round behind."""
+    rng, run, before = random.Random(seed), Run(), list[tuple[int, Shape]]()
+    while run.tokens < tokens:
+        shape = budget.width(1, int(len(run.shapes) < 2))
+        reached = steps_gone(rng, p(int(run.tokens)), shape, wider, int(tokens - run.tokens) - 1)
+        turns = bool(run.shapes) and (not shape.depth) != (not run.shapes[-1].depth)
+        run.steps += (MICROSECONDS[shape] + TURN * turns) / STEP
+        run.tokens += 1 + reached
+        run.shapes.append(shape)
+        before.append((reached, shape))
+        if len(before) == 2:
+            reached, shape = before.pop(0)
+            budget.observe([reached], [reached + 1], shape)
+    for reached, shape in before:
+        budget.observe([reached], [reached + 1], shape)
+    return run
+
+
+def fixed_speed(shape: Shape, p: Chance, tokens: int, wider: float) -> float:
+    spent, rng = 0.0, random.Random(1)
+    for _ in range(40):
+        done = 0
+        while done < tokens:
+            done += 1 + steps_gone(rng, p(done), shape, wider, tokens - done - 1)
+            spent += MICROSECONDS[shape] / STEP
+    return 40 * tokens / spent
+
+
+def fresh() -> FreeBudget:
+    return FreeBudget(TREES, H200(), prior=0.8, loading=RESIDENT_LOADING, alone=ALONE)
+
+
+def speed_of(p: Chance, tokens: int, wider: float = 0.75) -> float:
+    """Of fresh engines' first texts, together."""
+    runs = [alone(fresh(), p, tokens, seed, wider) for seed in range(40)]
+    return sum(run.tokens for run in runs) / sum(run.steps for run in runs)
+
+
+@pytest.mark.parametrize("tokens", [93, 256])
+def test_a_hopeless_text_alone(tokens: int) -> None:
+    """Of an engine that knows nothing yet, and of one that has seen such before."""
+    budget = fresh()
+    first = alone(budget, lambda _: 0.0, tokens, 0, 1.0)
+    assert first.tokens >= 0.965 * first.steps
+    later = [alone(budget, lambda _: 0.0, tokens, 0, 1.0) for _ in range(6)]
+    assert sum(run.tokens for run in later) >= 0.975 * sum(run.steps for run in later)
+
+
+@pytest.mark.parametrize("wider", [0.75, 1.0])
+@pytest.mark.parametrize("p", [0.2, 0.4, 0.5, 0.6, 0.75, 0.9])
+def test_a_text_alone_is_close_to_the_best_shape(p: float, wider: float) -> None:
+    """Whether width helps as it is taken to, or not at all."""
+    best = max(fixed_speed(shape, lambda _: p, 93, wider) for shape in FIXED_SHAPES)
+    assert speed_of(lambda _: p, 93, wider) >= max(1.0, (0.86 if p < 0.5 else 0.9) * best)
+
+
+@pytest.mark.parametrize("good", [0.6, 0.9])
+@pytest.mark.parametrize("tokens", [93, 256])
+def test_a_text_alone_that_changes(good: float, tokens: int) -> None:
+    half = tokens // 2
+    assert speed_of(lambda n: 0.0 if n < half else good, tokens) >= 1.02
+    shapes = [*FIXED_SHAPES, PLAIN]
+    best = max(fixed_speed(x, lambda n: good * (n < half), tokens, 0.75) for x in shapes)
+    assert speed_of(lambda n: good * (n < half), tokens) >= 0.97 * best
+
+
+def test_a_text_alone_is_not_given_up_for_long() -> None:
+    """A few misses at first: cheaper shapes, and looks."""
+    runs = [alone(fresh(), lambda _: 0.6, 93, seed, 1.0) for seed in range(100, 112)]
+    assert max(run.nodes.count(1) for run in runs) < 30
+    assert all(run.tokens > 1.2 * run.steps for run in runs)
+
+
+def test_a_text_alone_goes_on_in_cheaper_shapes() -> None:
+    """Never one whose next rounds it could not pay for."""
+    run = alone(fresh(), lambda _: 0.0, 40, 0, 1.0)
+    spent = [MICROSECONDS[shape] for shape in run.shapes[: run.nodes.index(1)]]
+    assert spent == sorted(spent, reverse=True)
+    assert run.nodes.index(1) >= 5

@@ -131,7 +131,7 @@ def test_a_guess_learns_how_long_a_node_takes(target: TargetModel) -> None:
     assert found.source == "default"
     assert found.draft_us(1, 4) is None
     ratio = found.round_us(1, 8) / found.round_us(1, 1)
-    assert ratio == (FIXED["cpu"][1] + 8) / (FIXED["cpu"][0] + 1)
+    assert ratio == (FIXED + 8) / (FIXED + 1)
     for _ in range(200):
         found.saw(1, 1, 1700.0)
     found.saw(1, 1, 1e9)  # interrupted
@@ -152,6 +152,41 @@ def test_a_level_of_drafts_is_taken_for_its_weights_and_launches(target: TargetM
         assert found.draft_us(1, 4) is None
     measured = Prices(kernels, mode="exact", device="cuda", drafter="another", level=0.02)
     assert measured.draft_us(1, 4, depth=2) == 33
+
+
+MEASURED = {
+    1: {(2, 1): 1044, (8, 6): 1360, (16, 4): 1373, (16, 6): 1451},
+    16: {(2, 1): 1559, (4, 2): 1940, (4, 3): 2043, (8, 6): 3053},
+    64: {(2, 1): 3174, (4, 2): 4400, (4, 3): 4750, (8, 6): 7542},
+}
+"""Microseconds of a round of GDN-1.3B on an H200 that drafts by an EAGLE layer; at 64 rows less
+what products of many rows have gained since."""
+PLAIN_STEPS = {1: 965, 16: 1439, 64: 2463}
+
+
+@pytest.mark.parametrize("rows", MEASURED)
+def test_a_gpus_guess_is_what_an_h200_took(target: TargetModel, rows: int) -> None:
+    kernels = Kernels(target, "exact", costs=None)
+    found = Prices(kernels, mode="exact", device="cuda", drafter="eagle", level=0.0153)
+    step, before = found.round_us(rows, 1), 1.0
+    for (nodes, depth), us in MEASURED[rows].items():
+        draft = found.draft_us(rows, nodes, depth=depth)
+        assert draft is not None
+        price = (found.round_us(rows, nodes) + draft) / step
+        assert price == pytest.approx(us / PLAIN_STEPS[rows], rel=0.05)
+        assert price > before
+        before = price
+
+
+def test_sizes_between_those_measured(target: TargetModel) -> None:
+    found = prices(target, None, "cuda")
+    for nodes in (1, 2, 4, 8, 16, 32):
+        us = [found.round_us(rows, nodes) for rows in (1, 2, 4, 8, 16, 32, 64, 128)]
+        assert us == sorted(us)
+        assert us[2] - us[1] == pytest.approx(2 * (us[1] - us[0]))
+    for rows in (1, 4, 16, 32, 64):
+        us = [found.round_us(rows, nodes) for nodes in (1, 2, 4, 8, 16, 32)]
+        assert us == sorted(us)
 
 
 def test_on_a_gpu_rows_are_padded(target: TargetModel) -> None:

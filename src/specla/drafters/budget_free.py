@@ -19,6 +19,12 @@ every round earns `ALLOWANCE`, and looking spends no more than that. Where draft
 stake, it is for a look to say when it pays again, or for a fresh text, which begins with what the
 ones before it came to. A spell may cost more than on the host, and gains pay for no looks: loading
 the device costs as much as ten rounds lose, so that giving up early is dear.
+
+A row that is alone goes from shape to shape where it is, which costs next to nothing. There a
+shape is drafted for only while the account can pay for `REACH` rounds of it that bring nothing,
+besides the one under way: the less is left, the cheaper are the shapes that a text is tried with.
+Two wide trees and ten chains of one draft lose as much as four wide trees, and tell a text that
+pays a little from one that does not. A fresh text is looked at even if that was not earned yet.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ MOST_GAINED, MOST_SAVED = 8.0, 2.0
 # Rounds between two choices, at most and at first; of a look, and of the first one where nothing
 # is expected to pay. A look need not see more paths.
 STRETCH, FIRST_STRETCH = 32, 2
+STRETCH_ALONE = 4
 LOOK, FIRST_LOOK, LOOK_PATHS = 4, 8, 64
 # Rounds of rows after which a count weighs 1/e; what counts weigh where they misled, at most.
 WINDOW, DOUBTED = 128, 8.0
@@ -48,6 +55,12 @@ PRIOR_RATE, PRIOR_WEIGHT, SIZE_WEIGHT = 0.5, 4.0, 16.0
 # Loading the device twice, for a look, in AR steps; where rows are the device's own, what they
 # have missed is made up for as well.
 LOADING, RESIDENT_LOADING = 1.0, 4.0
+# The same where a row is alone and stays where it is: a drafter takes in what was accepted last,
+# and catches up; rounds of a look there.
+ALONE, LOOK_ALONE = 0.15, 3
+# What a fresh text that is alone may lose; rounds of a shape that must be affordable; what a look
+# at a fresh text may go into debt for.
+STAKE_ALONE, REACH, MOST_DEBT = 1.5, 2.0, 0.6
 # Times as many misses per step in a tree twice as wide: an EAGLE drafter's of 16 nodes had 0.65
 # times those of its chain, the demo model's 10 % more tokens from 16 nodes than from 8.
 WIDER = 0.75
@@ -55,7 +68,7 @@ WIDER = 0.75
 # least with which it stays on.
 SWITCH_ON, STAY_ON = 1.05, 0.97
 # A new shape must promise this much more than the one there is.
-BETTER = 1.03
+BETTER, BETTER_ALONE = 1.03, 1.01
 PLAIN = Shape(1, 0)
 
 
@@ -69,9 +82,10 @@ class Accounts:
         self.credit, self.saved, self.look = START_CREDIT, 0.0, 0.0
         self._gained = MOST_GAINED
 
-    def stake(self, share: float) -> None:
-        """So much of the batch is fresh texts: nothing was gained from them yet."""
-        self._gained += (STAKE - self._gained) * share
+    def stake(self, share: float, most: float = STAKE) -> None:
+        """So much of the batch is fresh texts: nothing was gained from them yet, and they may lose
+        so much."""
+        self._gained += (most - self._gained) * share
 
     def book(self, net: float) -> None:
         """A round emitted so much more per row than it cost."""
@@ -86,21 +100,26 @@ class Accounts:
             self.saved = min(max(MOST_SAVED, self.look), self.saved + ALLOWANCE + net)
 
     @property
+    def left(self) -> float:
+        """What drafting may still lose."""
+        return min(self.credit, self._gained)
+
+    @property
     def is_lost(self) -> bool:
         """Whether drafting must end."""
-        return min(self.credit, self._gained) <= 0
+        return self.left <= 0
 
     @property
     def may_resume(self) -> bool:
         """Whether there is enough to switch drafting on again."""
         return self.credit >= RESUME_CREDIT and not self.doubted
 
-    def switch(self) -> None:
-        """On or off."""
-        self.doubted = self.on and self.is_lost
+    def switch(self, *, lost: bool = False, most: float = STAKE) -> None:
+        """On or off. lost: what there was to lose. most: that the next spell may lose."""
+        self.doubted = lost
         self.on = not self.on
         self.switches += 1
-        self._gained = STAKE
+        self._gained = most
 
 
 class _Paths:
@@ -140,7 +159,8 @@ class FreeBudget:
         shapes: of the graphs there are; plain decoding is always one of them.
         costs: of rounds.
         fixed: this one always; None: what pays.
-        loading: the device twice, in AR steps.
+        loading: the device twice, in AR steps. alone: the same for one row whose drafter stays
+            with it; None: that is no different.
         prior: rate of a step before anything was seen.
     """
 
@@ -151,15 +171,17 @@ class FreeBudget:
         *,
         fixed: Shape | None = None,
         loading: float = LOADING,
+        alone: float | None = None,
         prior: float = PRIOR_RATE,
     ) -> None:
         self.account = Accounts()
         self._shapes = sorted({shape for shape in shapes if shape.depth})
         self.shape = fixed or self._shapes[-1]
         self.reason, self.detail = ("fixed", f"fixed: {_named(fixed)}") if fixed else ("pays", "")
-        self._costs, self._fixed, self._loading = costs, fixed is not None, loading
+        self._costs, self._fixed = costs, fixed is not None
+        self._loading, self._alone = loading, alone
         self._prior, self._has_met = prior, False
-        self._left, self._stretch = 0, FIRST_STRETCH
+        self._left, self._stretch, self._debt = 0, FIRST_STRETCH, 0.0
         deepest = max(shape.depth for shape in self._shapes)
         self._all = _Paths(deepest)
         self._own = {shape.nodes: _Paths(deepest) for shape in self._shapes}
@@ -171,21 +193,36 @@ class FreeBudget:
 
     def width(self, rows: int, fresh: int = 0) -> Shape:
         """Of the next round over so many rows, of which `fresh` have no output yet."""
-        self._meet(fresh / rows)
-        if not self._fixed and self._left <= 0:
+        self._meet(fresh / rows, self._stake(rows))
+        dear = self.account.on and self.shape.depth and not self._affords(rows, self.shape)
+        if not self._fixed and (self._left <= 0 or dear):
             self._decide(rows)
         return self.shape
 
-    def _meet(self, share: float) -> None:
+    def _moves(self, rows: int) -> bool:
+        """Whether other shapes cost next to nothing."""
+        return rows == 1 and self._alone is not None
+
+    def _stake(self, rows: int) -> float:
+        return STAKE_ALONE if self._moves(rows) else STAKE
+
+    def _affords(self, rows: int, shape: Shape) -> bool:
+        """Whether the account can pay for some rounds of it, besides the one under way."""
+        if not self._moves(rows):
+            return not self.account.is_lost
+        flying = self._steps(rows, self.shape) - 1
+        return self.account.left - flying >= REACH * (self._steps(rows, shape) - 1)
+
+    def _meet(self, share: float, stake: float) -> None:
         """So much of the batch is texts of which nothing is known yet. Once a round, however often
         it is asked about."""
         if not share or self._has_met:
             return
         self._has_met = True
-        self.account.stake(share)
+        self.account.stake(share, stake)
         if share == 1 and not self.account.on:
             # The device has to be loaded anyway.
-            self.account.doubted, self._left = False, 0
+            self.account.doubted, self._left, self._debt = False, 0, MOST_DEBT
 
     def survival(self, nodes: int) -> list[float]:
         """Estimated fraction of rounds of so many nodes whose path reaches each depth from 1 on,
@@ -217,8 +254,8 @@ class FreeBudget:
         self.account.book(sum(emitted) / rows - self._steps(rows, shape))
         # Rounds from before the shape was changed do not count.
         self._left -= shape == self.shape
-        if self.account.on and self.account.is_lost:
-            self.account.switch()
+        if self.account.on and not any(self._affords(rows, shape) for shape in self._shapes):
+            self.account.switch(lost=True, most=self._stake(rows))
             self._doubt()
             self._left = 0
 
@@ -240,36 +277,49 @@ class FreeBudget:
 
     def _decide(self, rows: int) -> None:
         self._survival = {nodes: self.survival(nodes) for nodes in self._own}
-        speeds = {shape: self._speed(rows, shape) for shape in self._shapes}
+        # What is off is looked at whatever that may lose.
+        speeds = {
+            shape: self._speed(rows, shape)
+            for shape in self._shapes
+            if not self.account.on or self._affords(rows, shape)
+        } or {self._easiest(rows)[1]: 0.0}
         best = max(speeds, key=lambda shape: (speeds[shape], -shape.nodes, -shape.depth))
         if speeds[best] <= 1 and not self._all.seen[0]:
             self._look(rows, FIRST_LOOK, best)
             return
         resumes = speeds[best] >= SWITCH_ON and self.account.may_resume
         if speeds[best] <= STAY_ON if self.account.on else resumes:
-            self.account.switch()
+            self.account.switch(most=self._stake(rows))
             self._stretch = FIRST_STRETCH
         if not self.account.on:
             self._stay_off(rows)
             return
-        if speeds[best] > BETTER * speeds.get(self.shape, 0.0):
+        better, stretch = (BETTER_ALONE, STRETCH_ALONE) if self._moves(rows) else (BETTER, STRETCH)
+        if speeds[best] > better * speeds.get(self.shape, 0.0):
             self.shape = best
         self.reason, self._left = "pays", self._stretch
-        self._stretch = min(STRETCH, 2 * self._stretch)
+        self._stretch = min(stretch, 2 * self._stretch)
         self.detail = f"pays: {_named(self.shape)}, {speeds[self.shape]:.2f} of plain decoding"
 
-    def _stay_off(self, rows: int) -> None:
-        p, easiest = min(
+    def _easiest(self, rows: int) -> tuple[float, Shape]:
+        """The least acceptance at which a shape pays, and that shape."""
+        return min(
             (least_acceptance(self._steps(rows, shape), shape.depth), shape)
             for shape in self._shapes
         )
+
+    def _stay_off(self, rows: int) -> None:
+        p, easiest = self._easiest(rows)
+        moves = self._moves(rows)
+        loading = self._alone if moves and self._alone is not None else self._loading
         price = max(ALLOWANCE, self._steps(rows, easiest) - 1)
-        most = int(max(MOST_SAVED - self._loading, self._loading) / price)
-        rounds = max(1, min(LOOK, most))
-        self.account.look = self._loading + rounds * price
+        most = int(max(MOST_SAVED - loading, loading) / price)
+        rounds = max(1, min(LOOK_ALONE if moves else LOOK, most))
+        self.account.look = loading + rounds * price
         first = self._survival[easiest.nodes][0]
-        if self.account.saved >= self.account.look:
-            self.account.book(-self._loading)
+        debt, self._debt = self._debt if moves else 0.0, 0.0
+        if self.account.saved + debt >= self.account.look:
+            self.account.book(-loading)
             self._look(rows, rounds, easiest)
         else:
             self.shape, self._left, self.reason = PLAIN, LOOK, "off"

@@ -2,14 +2,19 @@
 """Prices: what rounds of one engine cost, for the budget (`drafters.choose.RoundCosts`).
 
 With a cost table they are the measured ones. Without, they are a guess that is good enough to
-switch off what does not pay: a round costs `FIXED` nodes for reading the weights, `PER_ROW` for a
-row's state and one for every node, and how long that takes is learned from the rounds themselves.
-They are what the demo model on one CPU thread and a model of 1.3 B parameters on an H200, 1 to 64
-rows of 1 to 32 nodes, came to (docs/guide/budget.md).
+switch off what does not pay, and how long a unit of it takes is learned from the rounds
+themselves. On a CPU a round costs `FIXED` nodes for reading the weights and one for every node,
+as the demo model on one thread does; on a GPU what rounds of GDN-1.3B on an H200 do (`ROUNDS`),
+and between those sizes what a straight line gives (docs/guide/budget.md).
 Drafting on the device is taken to cost what reading its weights does, and its launches.
 """
 
 from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Mapping
+from functools import cache
 
 from specla.config import Mode
 from specla.engine.cost import CostTable
@@ -17,13 +22,21 @@ from specla.engine.kernels import Kernels
 from specla.errors import ConfigError
 from specla.state.rounds import bucket
 
-# Of rounds of one node, and of more; and of a row of one node, whose states stream past, and of
-# more.
-FIXED = {"cpu": (22.0, 22.0), "cuda": (100.0, 105.0)}
-PER_ROW = {"cpu": (0.0, 0.0), "cuda": (0.75, 1.3)}
+FIXED = 22.0
+# Microseconds by rows and nodes, without the drafter: of rounds of 16/6, 16/4, 8/6, 4/3, 4/2 and
+# 2/1 (nodes, depth) less what their levels took by `LAUNCHES` and `WIDER_LEVELS`; of 16 nodes by
+# 16 and 64 rows, the line through those before.
+ROUNDS: Mapping[int, Mapping[int, float]] = {
+    1: {1: 965.0, 2: 966.0, 8: 1067.0, 16: 1158.0},
+    16: {1: 1425.0, 2: 1425.0, 4: 1635.0, 8: 2355.0},
+    64: {1: 2440.0, 2: 2745.0, 4: 3870.0, 8: 6129.0},
+}
 # What launching a level of drafts takes, in plain steps: ten kernels of a chain of three hundred,
-# which wait for each other more than for memory. A level of drafts took 37 us of 966.
-LAUNCHES = 0.023
+# which wait for each other more than for memory. A level of drafts took 39 us of 965.
+LAUNCHES = 0.025
+# So much more in steps of as many rows takes a level with each doubling of the rows: 16 rows' took
+# 100 us of 1,425, 64 rows' 205 of 2,440.
+WIDER_LEVELS = 0.17
 # Rounds that the time of a node is averaged over.
 WINDOW = 16
 
@@ -49,7 +62,7 @@ class Prices:
         self.padded = device == "cuda"
         self._table: CostTable | None = kernels.costs
         self._kernels, self._mode, self._drafter = kernels, mode, drafter
-        self._fixed, self._per_row, self._level = FIXED[device], PER_ROW[device], level
+        self._level = level
         self._node_us = 0.0
         # Look-ups, as a budget asks for the same few again and again while the device runs on.
         self._known: dict[tuple[int, int, int | None], float] = {}
@@ -66,7 +79,8 @@ class Prices:
         return self._table is not None or self._node_us > 0
 
     def round_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float:
-        """Verifying and accepting, in microseconds; in nodes until a guess has seen a round."""
+        """Verifying and accepting, in microseconds; in units of the guess until it has seen a
+        round."""
         if self._table is None:
             return self._guess(rows, nodes) * (self._node_us or 1.0)
         key = rows, nodes, depth
@@ -85,7 +99,8 @@ class Prices:
         if depth is None or not self._level:
             return None
         # Encoding what was accepted is about one level more.
-        return (depth + 1) * (self._level + LAUNCHES) * self.round_us(rows, 1)
+        each = (self._level + LAUNCHES) * (1 + WIDER_LEVELS * math.log2(bucket(rows)))
+        return (depth + 1) * each * self.round_us(rows, 1)
 
     def _measured(self, rows: int, nodes: int, depth: int | None) -> float | None:
         """A call of the drafter, from the table."""
@@ -112,5 +127,19 @@ class Prices:
 
     def _guess(self, rows: int, nodes: int) -> float:
         if self.padded:
-            rows, nodes = bucket(rows), bucket(nodes)
-        return self._fixed[nodes > 1] + rows * (self._per_row[nodes > 1] + nodes)
+            return _round_of(bucket(rows), bucket(nodes))
+        return FIXED + rows * nodes
+
+
+@cache
+def _round_of(rows: int, nodes: int) -> float:
+    """Microseconds, between the sizes of `ROUNDS` and past them on straight lines."""
+    return _on_line({r: _on_line(by_nodes, nodes) for r, by_nodes in ROUNDS.items()}, rows)
+
+
+def _on_line(values: Mapping[int, float], x: int) -> float:
+    xs = sorted(values)
+    i = min(max(bisect(xs, x), 1), len(xs) - 1)
+    before, after = xs[i - 1], xs[i]
+    share = (x - before) / (after - before)
+    return values[before] + share * (values[after] - values[before])

@@ -13,13 +13,15 @@ from specla.drafters.base import (
     DeviceDrafter,
     Drafter,
     DraftRow,
+    FeatureDrafter,
     Observation,
+    PatientDrafter,
     ResidentDrafter,
     Shape,
     shapes,
 )
 from specla.drafters.budget import Budget, Decision
-from specla.drafters.budget_free import LOADING, RESIDENT_LOADING, FreeBudget
+from specla.drafters.budget_free import ALONE, LOADING, RESIDENT_LOADING, FreeBudget
 from specla.drafters.survival import PRIORS, Prior
 from specla.engine.prices import Prices
 from specla.engine.running import NO_TOKEN, Running
@@ -179,6 +181,7 @@ class Spending:
 
 def _free(fixed: int | None, drafter: Drafter, max_nodes: int, prices: Prices) -> FreeBudget:
     resident = isinstance(drafter, ResidentDrafter)
+    stays = isinstance(drafter, PatientDrafter) or not isinstance(drafter, FeatureDrafter)
     assert isinstance(drafter, DeviceDrafter)
     if fixed is not None and bucket(fixed + 1) != fixed + 1:
         raise ConfigError(
@@ -190,5 +193,6 @@ def _free(fixed: int | None, drafter: Drafter, max_nodes: int, prices: Prices) -
         prices,
         fixed=None if fixed is None else Shape(fixed + 1, drafter.depths(fixed + 1)[-1]),
         loading=RESIDENT_LOADING if resident else LOADING,
+        alone=ALONE if stays else None,
         prior=PRIORS.get(drafter.info.name, Prior()).rate,
     )
