@@ -108,6 +108,27 @@ def test_nothing_waits(target: str, name: str, new: New) -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize(
+    ("target", "name"), [("gdn-1.3b", "ngram"), ("four layers", "eagle"), ("demo", "eagle")]
+)
+def test_a_row_alone_changes_shape_without_waiting(target: str, name: str, new: New) -> None:
+    """It rests and drafts again where it is; what it missed meanwhile it has when it drafts."""
+    bench = TARGETS[target]
+    engine, _ = bench.engine(new(target, name), slots=1, max_nodes=NODES, turns=BY_TURNS)
+    engine.add(bench.request("0", 0, TOKENS))
+    for _ in range(4):
+        engine.step()
+    rounds, shapes = engine._graphs, list[tuple[int, int]]()
+    assert rounds is not None
+    rounds._load = None  # type: ignore[method-assign, assignment]
+    with no_waiting():
+        for _ in range(8 * len(BY_TURNS)):
+            engine.step()
+            shapes.append((rounds.size[1], rounds.depth))
+    assert {nodes for nodes, _ in shapes} == set(BY_TURNS)
+    torch.cuda.synchronize()
+
+
 def test_what_waits_is_noticed() -> None:
     with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
         torch.zeros(1, device="cuda").item()
