@@ -164,7 +164,8 @@ def test_the_bits_of_the_walk_of_trees(name: str, rows: int) -> None:
     for nodes, branching in ((2, True), (3, True), (4, True), (8, True), (3, False), (8, False)):
         tile = decode.tile_for(shape, nodes, lanes=lanes, pdl=True)
         want = few_nodes_each(shape, rows, nodes, kernels.Tile(8, 1), branching=branching)
-        for choice in (tile, tile._replace(rows=tile.rows // 2, log=4, rest=2)):
+        small = tile._replace(rows=tile.rows // 2, log=4, rest=2)
+        for choice in (tile, small, tile._replace(chunk=2)):
             got = few_nodes_each(shape, rows, nodes, choice, branching=branching)
             assert all(map(torch.equal, want, got)), (nodes, branching, choice)
 

@@ -101,26 +101,26 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trees", "branching", "threshold", "eager"),
+    ("trees", "branching", "threshold", "eager", "chunk"),
     [
-        ([chain(1)] * 4, False, 8, False),
-        ([chain(2), chain(2), chain(1), chain(2)], True, 2, False),
-        ([BUSH, LEFT, LEFT, (-1, 0, 0)], True, 8, False),
-        ([(-1, 0, 0, 0), BUSH, chain(4), chain(1)], True, 2, True),
-        ([TREE, TREE, random_parents(5, 7, 3), random_parents(1, 8, 7)], True, 8, True),
-        ([chain(7), chain(7), chain(4), chain(5)], False, 8, False),
+        ([chain(1)] * 4, False, 8, False, 2),
+        ([chain(2), chain(2), chain(1), chain(2)], True, 2, False, 0),
+        ([BUSH, LEFT, LEFT, (-1, 0, 0)], True, 8, False, 0),
+        ([(-1, 0, 0, 0), BUSH, chain(4), chain(1)], True, 2, True, 2),
+        ([TREE, TREE, random_parents(5, 7, 3), random_parents(1, 8, 7)], True, 8, False, 2),
+        ([chain(7), chain(7), chain(4), chain(5)], False, 8, True, 0),
     ],
     ids=["one", "two", "four", "stars", "eight", "chains"],
 )
 def test_the_bits_of_the_walk(
     machine: None, monkeypatch: pytest.MonkeyPatch, trees: list[tuple[int, ...]],
-    branching: bool, threshold: int, eager: bool,
+    branching: bool, threshold: int, eager: bool, chunk: int,
 ) -> None:  # fmt: skip
     """threshold: logs are folded, or what is new in them moves to the ring. Logs of 0, 7 and 3
     entries, of which four or two travel ahead; programs begin and end within a row."""
     want = after(trees, stream.StreamTile(16, 1), threshold, branching=branching)
     monkeypatch.setattr(decode, "_decode_kernel", Played(eager=eager))
     programs, stages, log = (3, 1, 4) if branching else (5, 2, 2)
-    tile = decode.DecodeTile(8, 1, programs=programs, stages=stages, log=log, rest=2)
+    tile = decode.DecodeTile(8, 1, 0, programs, stages, log, rest=2, chunk=chunk)
     got = after(trees, tile, threshold, branching=branching)
     assert all(map(torch.equal, want, got))

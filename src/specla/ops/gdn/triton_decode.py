@@ -55,6 +55,7 @@ from specla.ops.gdn.triton_decode_parts import (
     _state_layout,
     _state_matrix,
     _step,
+    _unit,
     _walk_bush,
     _walk_chain,
     _walk_tree,
@@ -73,7 +74,8 @@ class DecodeTile(NamedTuple):
     rows: of V per unit; warps: share them; each has 32 / lanes times 1, 2 or 4 rows.
     registers: most per thread; 0 leaves it to the compiler. programs: per multiprocessor. stages:
     tiles of the ring. log: entries that travel ahead of their unit; rest: of those past it that
-    travel at a time.
+    travel at a time. chunk: units that a program takes at a time, which divide those of a key
+    head; 0: its share at once, with the fewest copies of k, but long logs side by side.
     """
 
     rows: int
@@ -83,6 +85,7 @@ class DecodeTile(NamedTuple):
     stages: int = 2
     log: int = 16
     rest: int = 4
+    chunk: int = 0
 
 
 def tile_for(shape: RecurrentShape, num_nodes: int, *, lanes: int, pdl: bool) -> DecodeTile:
@@ -134,7 +137,9 @@ def launch(
     nodes = triton.next_power_of_2(num_columns)
     branching = meta["BRANCHING"] and nodes > 2
     assert not branching or nodes <= lanes, f"at most {lanes} nodes, got {num_columns}"
-    units = num_rows * G * (V // tile.rows)
+    turn = V // tile.rows * (G // H)
+    assert tile.chunk == 0 or turn % tile.chunk == 0, (tile, turn)
+    units = num_rows * turn * H
     registers = {"maxnreg": tile.registers} if tile.registers else {}
     _decode_kernel[(min(processors(S.device) * tile.programs, units),)](
         _blocks(S, tile.rows * K // WIDTH),
@@ -152,7 +157,7 @@ def constants(tile: DecodeTile, nodes: int, *, branching: bool) -> dict[str, Any
     words = triton.next_power_of_2(2 + capacity(nodes)) if branching else 1
     return {
         "LOG": tile.log, "REST": tile.rest, "TILE": tile.rows, "STAGES": tile.stages,
-        "NODES": nodes, "BRANCHING": branching, "WORDS": words,
+        "NODES": nodes, "BRANCHING": branching, "WORDS": words, "CHUNK": tile.chunk,
     }  # fmt: skip
 
 
@@ -175,9 +180,10 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     LOG: gl.constexpr, REST: gl.constexpr, TILE: gl.constexpr, LANES: gl.constexpr,
     STAGES: gl.constexpr, NODES: gl.constexpr, BRANCHING: gl.constexpr, WORDS: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    CHUNK: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Program i of P: units i / P to (i + 1) / P of all, by row, value head, rows of V."""
+    """Program i of P: units i / P to (i + 1) / P of all, by row, value head, rows of V; or of
+    every P chunks the i-th."""
     TILES: gl.constexpr = V // TILE
     UNITS: gl.constexpr = G * TILES  # of a row
     TURN: gl.constexpr = UNITS // H  # of a key head
@@ -195,8 +201,19 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
     copied_words: gl.constexpr = _copied(WORDS, 1, num_warps)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
-    first = gl.program_id(0) * num_units // gl.num_programs(0)
-    last = (gl.program_id(0) + 1) * num_units // gl.num_programs(0)
+    # A program's q-th unit is first + q, and where it takes CHUNK at a time, `apart` more for
+    # each of these.
+    TURN_OF_ROW: gl.constexpr = CHUNK if CHUNK else UNITS
+    TURN_OF_K: gl.constexpr = CHUNK if CHUNK else TURN
+    if CHUNK:
+        first = gl.program_id(0) * CHUNK
+        apart = (gl.num_programs(0) - 1) * CHUNK
+        left = num_units // CHUNK - gl.program_id(0)
+        count = (left + gl.num_programs(0) - 1) // gl.num_programs(0) * CHUNK
+    else:
+        first = gl.program_id(0) * num_units // gl.num_programs(0)
+        apart = 0
+        count = (gl.program_id(0) + 1) * num_units // gl.num_programs(0) - first
     if PDL:
         gdc_launch_dependents()
     ss = gl.allocate_shared_memory(
@@ -240,10 +257,10 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
     ring_len = gl.load(ring_len_ptr + b)
     path_len = gl.load(path_len_ptr + b)
     for s in gl.static_range(STAGES):
-        unit = first + s
-        if s > 0 and (unit < last) & (unit % UNITS == 0):
+        unit = _unit(s, first, apart, CHUNK)
+        if s > 0 and (s < count) & (unit % TURN_OF_ROW == 0):
             ask_slot = gl.load(slot_ptr + unit // UNITS)
-        _ask(ring, s, ask_slot, unit, unit < last, UNITS)
+        _ask(ring, s, ask_slot, unit, s < count, UNITS)
 
     # The first unit's part of the log, and its nodes.
     log_len = gl.where(n > 0, ring_len + path_len, 0)
@@ -274,14 +291,14 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
     _copy_nodes(node_q.index(0), q_ptr + (m * H + key_head) * K, n, H * K, copied_k)
     _copy_nodes(node_v.index(0), v_ptr + (m * (G * V) + row), n, G * V, copied_v)
     if BRANCHING:
-        _copy_words(walks.index(b & 1), walk_ptr + b * walk_stride, walk_stride, copied_words)
+        _copy_words(walks.index(0), walk_ptr + b * walk_stride, walk_stride, copied_words)
     async_copy.commit_group()
     node_g = _number_of_each(g_at + new * G, n, G, NODES, listed)
     beta = _number_of_each(beta_ptr + (m * G + head), n, G, NODES, listed)
 
-    half = 0  # of the buffers of k
-    for t in range(first, last):
-        turn_q = t - first
+    half = 0  # of the buffers that change with k
+    t = first
+    for turn_q in range(count):
         side = turn_q & 1  # of the buffers that change with every unit
         mbarrier.wait(full.index(turn_q % STAGES), (turn_q // STAGES) & 1)
         S = ss.index(turn_q % STAGES).load(_state_matrix(TILE, DEEP, LANES, HIGH, num_warps))
@@ -292,25 +309,26 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
             node_beta.index(side).store(beta[:, None])
         async_copy.wait_group(0)
         _barrier()  # everything of this unit is there, and nobody reads the unit before
-        unit = t + STAGES
-        if (unit < last) & (unit % UNITS == 0):
+        unit = _unit(turn_q + STAGES, first, apart, CHUNK)
+        here = turn_q + STAGES < count
+        if here & (unit % TURN_OF_ROW == 0):
             ask_slot = gl.load(slot_ptr + unit // UNITS)
-        _ask(ring, turn_q + STAGES, ask_slot, unit, unit < last, UNITS)
+        _ask(ring, turn_q + STAGES, ask_slot, unit, here, UNITS)
 
         # What is past LOG, in front of what the next unit reads.
         _copy_entries(rest_k, k_at, more_k, LOG, log_len, H * K, copied_k)
         _copy_entries(rest_u, u_at, more_u, LOG, log_len, G * V, copied_u)
         async_copy.commit_group()
         g_more = gl.load(g_at + more_g * G, mask=j_more < log_len, other=0.0)
-        then = t + 1
-        there = then < last
+        then = _unit(turn_q + 1, first, apart, CHUNK)
+        there = turn_q + 1 < count
         then_n, then_slot, then_ring_len, then_log_len, then_new = n, slot, ring_len, log_len, new
         then_k, then_u, then_g, then_path = entry_k, entry_u, entry_g, path_at
         then_more_k, then_more_u, then_more_g = more_k, more_u, more_g
         then_b, then_m = b, m
-        if there & (then % UNITS == 0):
-            then_b = b + 1
-            then_m = m + num_columns if NODES > 1 else then_b
+        if there & (then % TURN_OF_ROW == 0):
+            then_b = then // UNITS if CHUNK else b + 1
+            then_m = then_b * num_columns if NODES > 1 else then_b
             then_n = gl.load(num_nodes_ptr + then_b)
             then_slot = gl.load(slot_ptr + then_b).to(gl.int64)
             bank = gl.load(bank_ptr + then_b)
@@ -329,9 +347,6 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
                 LOG, REST, copied_u, then_ring_len, then_log_len, then_path, old
             )
             then_more_g = _entries(LOG, REST, single, then_ring_len, then_log_len, then_path, old)
-            if BRANCHING:
-                then_walk = walk_ptr + then_b * walk_stride
-                _copy_words(walks.index(then_b & 1), then_walk, walk_stride, copied_words)
         then_row = then % UNITS * TILE
         then_key_head = then % UNITS // TURN
         then_head = then_row // V
@@ -340,7 +355,7 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
         then_k_at, then_half = k_at, half
         expected = gl.where(there, then_n, 0)
         entries = gl.where(there, then_log_len, 0)
-        if there & (then % TURN == 0):
+        if there & (then % TURN_OF_K == 0):
             then_half = 1 - half
             then_k_at = k_ptr + (then_slot * num_entries * H + then_key_head) * K
             _copy_entries(log_k.index(then_half), then_k_at, then_k, 0, entries, H * K, copied_k)
@@ -348,6 +363,9 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
             _copy_nodes(node_k.index(then_half), node_at, expected, H * K, copied_k)
             q_at = q_ptr + (then_m * H + then_key_head) * K
             _copy_nodes(node_q.index(then_half), q_at, expected, H * K, copied_k)
+            if BRANCHING:
+                walk_at = walk_ptr + then_b * walk_stride
+                _copy_words(walks.index(then_half), walk_at, walk_stride, copied_words)
         _copy_entries(log_u.index(1 - side), then_u_at, then_u, 0, entries, G * V, copied_u)
         v_at = v_ptr + (then_m * (G * V) + then_row)
         _copy_nodes(node_v.index(1 - side), v_at, expected, G * V, copied_v)
@@ -421,7 +439,7 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
                 nodes = (node_ks, node_qs, half * NODES)
                 nodes += (node_vs, node_decays, node_betas, side * NODES)
                 out = (new_at, o_at, G * V)
-                first_word = (b & 1) * WORDS
+                first_word = half * WORDS
                 if BRANCHING:
                     if NODES <= 4:
                         _walk_bush(S, words, first_word, nodes, out, NODES, num_warps)
@@ -431,7 +449,7 @@ def _decode_kernel(  # noqa: C901 - one kernel, one pass
                     _walk_chain(S, n, nodes, out, num_warps)
 
         n, slot, ring_len, log_len, new = then_n, then_slot, then_ring_len, then_log_len, then_new
-        b, m = then_b, then_m
+        b, m, t = then_b, then_m, then
         entry_k, entry_u, entry_g, path_at = then_k, then_u, then_g, then_path
         more_k, more_u, more_g = then_more_k, then_more_u, then_more_g
         k_at, u_at, g_at, half = then_k_at, then_u_at, then_g_at, then_half

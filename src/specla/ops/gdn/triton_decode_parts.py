@@ -59,6 +59,15 @@ def _state_matrix(TILE, DEEP, LANES, HIGH, WARPS):
 
 
 @gluon.jit
+def _unit(q, first, apart, CHUNK: gl.constexpr):
+    """A program's q-th."""
+    unit = first + q
+    if CHUNK:
+        unit += q // CHUNK * apart
+    return unit
+
+
+@gluon.jit
 def _ask(ring, q, slot, unit, here, UNITS: gl.constexpr):
     """S of a unit, the q-th of this program, on its way. An idle row's too: it has a slot."""
     S_blocks, ss, full = ring
