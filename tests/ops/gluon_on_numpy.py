@@ -151,7 +151,7 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.transpose(order), self.kind)
 
-    def _reinterpret(self, kind: str, shape: Sequence[int], layout: object) -> Shared:
+    def reinterpret(self, kind: str, shape: Sequence[int], layout: object) -> Shared:
         assert kind == self.kind
         data = self.data.view()
         data.shape = tuple(shape)  # fails where it would copy
@@ -257,7 +257,7 @@ def _source(path: Path) -> str:
     text = re.sub(r"^ *(from [\w.]+ )?import .*\n", "    pass\n", text, flags=re.M)
     text = re.sub(r"^ {4}pass\n(?=\S|\n|    pass)", "", text, flags=re.M)
     text = re.sub(r"^(if TYPE_CHECKING:)\n", r"\1 pass\n", text, flags=re.M)
-    text = re.sub(r"^(load_block|store_block|barrier) = .*\n", "", text, flags=re.M)
+    text = re.sub(r"^(load_block|store_block|barrier|_view|viewed) = .*\n", "", text, flags=re.M)
     return "from __future__ import annotations\n" + text
 
 
@@ -287,7 +287,7 @@ def run(
             MBarrierLayout=_nothing, init=_nothing, expect=_expect, wait=_wait
         ),
         "load_block": _load_block, "store_block": _store_block, "warpgroup_mma": _product,
-        "mma_v2": _product,
+        "mma_v2": _product, "viewed": Shared.reinterpret,
         "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
         "BLOCK": 16, "NamedTuple": object, "TYPE_CHECKING": False, "range": _range,
     }  # fmt: skip

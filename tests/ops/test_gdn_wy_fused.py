@@ -221,7 +221,7 @@ def test_compiles_for_hopper(tmp_path: Path, whole: bool) -> None:
     )
     lines = (told.stdout + told.stderr).splitlines()
     spilt = next(line for line in lines if "spill stores" in line)
-    assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= 64, spilt
+    assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= 128, spilt
 
 
 def test_where_it_is_used() -> None:

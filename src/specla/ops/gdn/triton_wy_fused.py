@@ -45,7 +45,7 @@ from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 from specla.ops.gdn.triton import is_hopper
 from specla.ops.gdn.triton_decode import processors
 from specla.ops.gdn.triton_prepare import overlap
-from specla.ops.gdn.triton_wy_heads import ask_line, make_operands, worked_out
+from specla.ops.gdn.triton_wy_heads import ask_line, make_operands, viewed, worked_out
 from specla.ops.gdn.triton_wy_operands import (
     COLUMNS,
     ROWS,
@@ -330,8 +330,8 @@ def _tile(
     u_at = u_ptr + column
     S_row = slot.to(gl.int32) * (G * V) + column
     decays, fades, ends = decays
-    fades = fades._reinterpret(f32, [2, _N], row).index(h)
-    ends = ends._reinterpret(f32, [2, 1], row).index(h)
+    fades = viewed(fades, f32, [2, _N], row).index(h)
+    ends = viewed(ends, f32, [2, 1], row).index(h)
     if WHOLE:
         _ask_tile(ring, tiles, q, G, K, V)
     if fold:
@@ -349,7 +349,7 @@ def _tile(
     read_high = reads.index(2 * h).permute((1, 0))
     said = product(high, low, read_high, reads.index(2 * h + 1).permute((1, 0)), said)
     said = warpgroup_mma_wait(0, deps=(said,))
-    decay = decays._reinterpret(f32, [2, WIDE], row).index(h).load(gl.SliceLayout(0, mma))
+    decay = viewed(decays, f32, [2, WIDE], row).index(h).load(gl.SliceLayout(0, mma))
     acc = acc * decay[None, :] + said
 
     # What log and state say of each value, against the value: corrections, once solved.

@@ -19,6 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from specla.ops.gdn.triton_wy_operands import COLUMNS, barrier, pieces
 
+# Later Tritons renamed it.
+_view = "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpret") else "_reinterpret"
+viewed = getattr(gl.shared_memory_descriptor, _view)
 _COLUMNS = gl.constexpr(COLUMNS)
 _N = gl.constexpr(16)  # nodes, and entries of the log
 
@@ -230,7 +233,7 @@ def _keep(out, x):
     C: gl.constexpr = x.shape[2]
     high, low = pieces(x)
     both = gl.join(high, low).permute((0, 3, 1, 2)).reshape([2 * B * R, C])
-    out._reinterpret(gl.bfloat16, [1, 2 * B * R, C], out.layout).index(0).store(both)
+    viewed(out, gl.bfloat16, [1, 2 * B * R, C], out.layout).index(0).store(both)
 
 
 @gluon.jit
@@ -362,9 +365,8 @@ def _systems(
     g, beta = _gates(of_nodes, g_ptr, candidates, beta_scale, G)
     above = (((of_nodes[5][:, None] >> j) & 1) != 0)[None, :, :]
     total = _sum(gl.where(above, g[:, None, :], 0.0), axis=2)
-    past = gl.convert_layout(total, gl.SliceLayout(1, cube))
-    decay = gl.where(above, total[:, :, None] - past[:, None, :], float("-inf"))
-    decay = gl.exp(decay)
+    past = gl.convert_layout(total, gl.SliceLayout(1, cube))[:, None, :]
+    decay = gl.exp(gl.where(above, total[:, :, None] - past, float("-inf")))
     left = _sum(gl.where((i > j)[None, :, :], log_g[:, :, None], 0.0), axis=1)
     end = gl.convert_layout(_sum(log_g, axis=1), gl.SliceLayout(1, rows))[:, None]
 
@@ -377,7 +379,7 @@ def _systems(
     coefficients.store(AP.reshape([_N * _N, 4]))
     qe, ke = _scores(xe, scratch)
     solved = gl.allocate_shared_memory(gl.float32, [2 * _N, 2 * _N], plain())
-    pairs = coefficients._reinterpret(gl.float32, [_N * _N // 2, 2, 4], plain())
+    pairs = viewed(coefficients, gl.float32, [_N * _N // 2, 2, 4], plain())
     solved.store(_substitute(pairs, gl.convert_layout(beta, line_layout())))
 
     reach = gl.exp(total[:, :, None] + left[:, None, :])
@@ -461,9 +463,8 @@ def make_operands(
     gl.store(at + 2 * _COLUMNS, v2[3], mask=mask)
     gl.store(at + 3 * _COLUMNS, v3[3], mask=mask)
     of_v23 = gl.join(_convolved(v2).to(gl.bfloat16), _convolved(v3).to(gl.bfloat16))
-    values = gl.join(gl.join(of_v0, of_v1), of_v23).permute((3, 2, 0, 1))
-    values = values.reshape([4 * _N, _COLUMNS])
-    vs._reinterpret(gl.bfloat16, [1, 4 * _N, _COLUMNS], vs.layout).index(0).store(values)
+    x = gl.join(gl.join(of_v0, of_v1), of_v23).permute((3, 2, 0, 1)).reshape([4 * _N, _COLUMNS])
+    viewed(vs, gl.bfloat16, [1, 4 * _N, _COLUMNS], vs.layout).index(0).store(x)
     _move_tail(row, key_head, tail_out, H, G, K, V, W)
     fence_async_shared()
     barrier()
