@@ -198,8 +198,8 @@ def few_nodes_each(
     rnd = state.begin(slots, trees).round  # type: ignore[union-attr]
     rnd.num_nodes[4::5] = 0
     compile_walks(rnd)
-    columns = rnd.parents.shape[1]
-    workspace = kernels.Workspace.allocate(shape, rows * columns, torch.bfloat16, "cuda")
+    padded, columns = rnd.parents.shape
+    workspace = kernels.Workspace.allocate(shape, padded * columns, torch.bfloat16, "cuda")
     for tensor in (workspace.q, workspace.v, workspace.beta):
         tensor.copy_(normal(tensor.shape) * 0.3)
         for b, n in enumerate(rnd.num_nodes.tolist()):
