@@ -388,6 +388,7 @@ def test_graphs_say_what_verifies_them(monkeypatch: pytest.MonkeyPatch) -> None:
         rounds._kernel = lambda rows, nodes, kernel=kernel: f"{kernel} {rows} {nodes}"
         rounds._model, rounds._choices = Model(), None  # type: ignore[assignment]
         rounds._state = SimpleNamespace(fold_threshold=0)  # type: ignore[assignment]
+        rounds._resting = None
         one = SimpleNamespace(rnd=tokens, rows=None, verdicts=None, features=None, logits=None)
         rounds._launches(one, depth=0)  # type: ignore[arg-type]
     assert asked == ["walk 2 8", "closed 2 8"]

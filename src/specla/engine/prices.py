@@ -4,7 +4,7 @@
 With a cost table they are the measured ones. Without, they are a guess that is good enough to
 switch off what does not pay, and how long a unit of it takes is learned from the rounds
 themselves. On a CPU a round costs `FIXED` nodes for reading the weights and one for every node,
-as the demo model on one thread does; on a GPU what rounds of GDN-1.3B on an H200 do (`ROUNDS`),
+as the demo model on one thread does; on a GPU what a model of 1.3B on an H200 does (`ROUNDS`),
 and between those sizes what a straight line gives (docs/guide/budget.md).
 Drafting on the device is taken to cost what reading its weights does, and its launches.
 """
