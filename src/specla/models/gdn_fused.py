@@ -144,7 +144,7 @@ class FusedDecoder:
         # Hopper's kernels: imported where they can run.
         from specla.ops import gemm_stream as stream
 
-        width = self.shape.value_dim
+        width, self._mix_rows = self.shape.value_dim, 0
         for layer in self.layers:
             mixes = self._options.mix and layer.o_proj.tiling.span % width == 0
             stream_linear(layer.o_proj, width if mixes else 0)

@@ -98,6 +98,7 @@ class StreamLinear:
             self._metas[key] = self._meta(*key)
         grid = (triton.cdiv(outputs, self.ring.block_o), triton.cdiv(inputs, self.span))
         o, gate, norm, eps = mix or (out, None, self.weight, 0.0)
+        assert not mix or norm.numel() == self.ring.block_k, "a block of K is a head"
         _stream_kernel[grid](
             self._weight_tiles,
             _tiles(x, block_m, self.ring.block_k),

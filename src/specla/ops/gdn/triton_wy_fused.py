@@ -17,8 +17,9 @@ Roundings differ from those kernels' by approximated exponentials: k, u, o and S
 the reference, their bits are not the same. A row's bits do not depend on other rows.
 
 Takes two value heads a key head, states of 128 x 128, up to 16 nodes and logs of up to 16 entries
-(`fits`), which is so where nothing waits: a fold with every round. Not used (`USED`) until it has
-been measured: tests/ops/test_gdn_wy_fused.py runs its source on numpy and compiles it.
+(`fits`), which is so where nothing waits: a fold with every round. Engines let logs grow to 16
+entries beside a path of up to 16, so it is not used (`USED`), though it is faster: paths would
+have to be bounded by the trees' depth, and logs be folded from 8 entries on.
 
 Source: as `ops.gdn.triton_wy`.
 """
@@ -70,10 +71,10 @@ if TYPE_CHECKING:
 USED = False
 """Whether `pays` may say yes."""
 LEAST_NODES, LEAST_UNITS = 9, 128
-"""Of what pays. The first form of this kernel took (H200, 16/32x128; us per layer, three kernels
-against one): 64 trees of 16 nodes 164.7 / 145.1, 8 of them 34.2 / 28.5 (128 units), but one of
-them 18.8 / 20.8 (16 units: no program has another unit to be ahead of), 64 chains of 8 nodes
-99.1 / 106.5 and 64 trees of 8 nodes 139.8 / 144.1 (a head costs the same for half the nodes)."""
+"""Of what pays (H200, 16/32x128; us per layer, three kernels against one): 64 trees of 16 nodes
+163.7 / 129.4. Of its first form, which took 144.0 there: 8 trees 34.2 / 28.5 (128 units), but one
+18.8 / 20.8 (16 units: no program has another unit to be ahead of), 64 chains of 8 nodes 99.1 /
+106.5 and 64 trees of 8 nodes 139.8 / 144.1 (a head costs the same for half the nodes)."""
 WARPS = 4
 _ROWS, _COLUMNS, _STAGES = gl.constexpr(ROWS), gl.constexpr(COLUMNS), gl.constexpr(STAGES)
 _N = gl.constexpr(BLOCK)
@@ -81,12 +82,12 @@ _N = gl.constexpr(BLOCK)
 
 class FusedTile(NamedTuple):
     """programs: per multiprocessor, which has room for two. ahead: tiles of a unit's four that are
-    asked into L2 when it begins (0 was faster than 2). whole: S is asked for by tiles, not by
-    pieces. Speed, never bits."""
+    asked into L2 when it begins (0 was faster than 2, by 8 us of 131). whole: S is asked for by
+    tiles, not by pieces (2 us). Speed, never bits."""
 
     programs: int = 2
     ahead: int = 0
-    whole: bool = False
+    whole: bool = True
 
 
 def fits(shape: RecurrentShape, num_nodes: int, max_path: int, threshold: int) -> bool:
