@@ -64,7 +64,7 @@ from specla.ops.gdn.triton_prepare import overlap
 from specla.ops.gdn.triton_stream import _barrier, _copied, _rows
 from specla.ops.walk import capacity
 
-MOST_NODES = 1
+MOST_NODES = 8
 """Of a row, for `pays` to say yes: more have not been measured."""
 
 
