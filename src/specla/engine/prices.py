@@ -23,13 +23,12 @@ from specla.errors import ConfigError
 from specla.state.rounds import bucket
 
 FIXED = 22.0
-# Microseconds by rows and nodes, without the drafter: of rounds of 16/6, 16/4, 8/6, 4/3, 4/2 and
-# 2/1 (nodes, depth) less what their levels took by `LAUNCHES` and `WIDER_LEVELS`; of 16 nodes by
-# 16 and 64 rows, the line through those before.
+# Microseconds by rows and nodes, without the drafter: of rounds of 16/6, 8/6, 4/3, 4/2 and 2/1
+# (nodes, depth) less what their levels took by `LAUNCHES` and `WIDER_LEVELS`.
 ROUNDS: Mapping[int, Mapping[int, float]] = {
-    1: {1: 965.0, 2: 966.0, 8: 1067.0, 16: 1158.0},
-    16: {1: 1425.0, 2: 1425.0, 4: 1635.0, 8: 2355.0},
-    64: {1: 2440.0, 2: 2745.0, 4: 3870.0, 8: 6129.0},
+    1: {1: 943.0, 2: 954.0, 8: 1048.0, 16: 1121.0},
+    16: {1: 1347.0, 2: 1347.0, 4: 1466.0, 8: 2029.0},
+    64: {1: 2434.0, 2: 2434.0, 4: 3300.0, 8: 5907.0},
 }
 # What launching a level of drafts takes, in plain steps: ten kernels of a chain of three hundred,
 # which wait for each other more than for memory. A level of drafts took 39 us of 965.

@@ -27,6 +27,7 @@ Source: as `ops.gdn.triton`; DeltaLog (arXiv 2608.15533) for decoding with a log
 from __future__ import annotations
 
 from functools import cache
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -64,8 +65,12 @@ from specla.ops.gdn.triton_prepare import overlap
 from specla.ops.gdn.triton_stream import _barrier, _copied, _rows
 from specla.ops.walk import capacity
 
-MOST_NODES = 8
-"""Of a row, for `pays` to say yes: more have not been measured."""
+MOST_NODES = 4
+"""Of a row, for `pays` to say yes. Whole rounds of GDN-1.3B, 64 rows (H200; us, walk / this): of 2
+nodes 2,728 / 2,394, of 4 3,989 / 3,338, of 8 6,020 / 5,832, where unequal logs would cost more."""
+CHUNK = 4
+"""`DecodeTile.chunk`, for several nodes. Logs of 4 / of 1 to 16 entries, us per layer of 64 rows:
+2 nodes 47 / 79 without, 50 / 67 with (walk: 58 / 65); 4 nodes 69 / 100 and 72 / 89 (92 / 99)."""
 
 
 class DecodeTile(NamedTuple):
@@ -95,7 +100,8 @@ def tile_for(shape: RecurrentShape, num_nodes: int, *, lanes: int, pdl: bool) ->
     tile of the ring: units take longer, so one is early enough."""
     rows = min(16 * (32 // lanes), shape.value_dim)
     if num_nodes > 1:
-        return DecodeTile(rows, stages=1)
+        units = shape.num_value_heads // shape.num_key_heads * (shape.value_dim // rows)
+        return DecodeTile(rows, stages=1, chunk=gcd(CHUNK, units))
     if pdl:
         return DecodeTile(rows)
     return DecodeTile(rows, registers=168, programs=3, stages=1, rest=1)
