@@ -27,7 +27,7 @@ from specla.topology.tree import DraftTree
 
 PENDING = 4
 SIZES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (1, 64), (8, 1), (8, 16), (64, 1),
-         (64, 8), (64, 16))  # fmt: skip
+         (64, 2), (64, 4), (64, 8), (64, 16))  # fmt: skip
 AR = "own AR step, graphed, exact, same run"
 FLOOR = "weights read once at the read bandwidth of the same run"
 
