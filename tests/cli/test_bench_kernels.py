@@ -85,3 +85,13 @@ def test_wrong_output_is_exit_code_5(capsys: CAPTURE, tmp_path: Path) -> None:
 def test_a_file_that_is_no_run(capsys: CAPTURE, tmp_path: Path) -> None:
     assert main(["bench", "kernels", "--from", str(tmp_path / "none")]) == 2
     assert "--from must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [["--only", "tree"], ["--budget", "9"], ["--no-overlap"], ["--sglang", "x"]]
+)
+def test_rows_of_an_earlier_run_are_not_run_otherwise(
+    rows: Path, option: list[str], capsys: CAPTURE
+) -> None:
+    assert main(["bench", "kernels", "--from", str(rows), *option]) == 2
+    assert f"{option[0]} has no effect with --from" in capsys.readouterr().err

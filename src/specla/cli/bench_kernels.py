@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LOG_WIDTH = 130
 DEFAULT_SHAPES = ("gdn-1.3b", "qwen3-next")
+BUDGET = 420.0
 
 
 def kernels(
@@ -49,8 +50,11 @@ def kernels(
         ),
     ] = None,
     budget: Annotated[
-        float, typer.Option(help="Seconds after which no further case is started.")
-    ] = 420.0,
+        float | None,
+        typer.Option(
+            help=f"Seconds after which no further case is started. Default: {BUDGET:.0f}."
+        ),
+    ] = None,
     no_overlap: Annotated[
         bool,
         typer.Option("--no-overlap", help="Leave out rows with programmatic dependent launch."),
@@ -89,10 +93,12 @@ def kernels(
     """
     folder = report or (Path("results/kernels") if record else None)
     if source is not None:
+        given = {"shape": shape, "sglang": sglang, "only": only, "budget": budget}
+        opt.require_none(**given, no_overlap=no_overlap or None, commit=commit)
         run, rows = _read(source)
     else:
         run, jobs = _start(shape, sglang, only, commit, overlap=not no_overlap)
-        rows = list(_measured(run, jobs, budget, folder, debug=debug))
+        rows = list(_measured(run, jobs, budget or BUDGET, folder, debug=debug))
     _show(run, rows, json=json)
     if folder is not None:
         _write(folder, run, rows)
