@@ -28,7 +28,8 @@ from torch import Tensor
 from specla.ops.contract import DeviceRound, Factors, LayerState, RecurrentShape
 from specla.ops.gdn.reference import Inputs, per_value_head
 from specla.ops.gdn.triton import Workspace
-from specla.ops.gdn.triton_wy import ClosedForm, Tile, compile_masks, tile_for, walk_wy
+from specla.ops.gdn.triton_wy import Tile, compile_masks, tile_for, walk_wy
+from specla.ops.gdn.triton_wy_form import ClosedForm
 from specla.ops.gdn.triton_wy_stream import StreamTile
 
 CUDA = torch.cuda.is_available()

@@ -29,7 +29,8 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from specla.ops.gdn import triton_wy_fused as fused  # noqa: E402
 from specla.ops.gdn import triton_wy_heads, triton_wy_operands  # noqa: E402
-from specla.ops.gdn.triton_wy import ClosedForm, compile_masks, log_width  # noqa: E402
+from specla.ops.gdn.triton_wy import compile_masks  # noqa: E402
+from specla.ops.gdn.triton_wy_form import ClosedForm, log_width  # noqa: E402
 from specla.ops.gdn.triton_wy_operands import COLUMNS, ROWS  # noqa: E402
 
 FILES = [Path(m.__file__) for m in (triton_wy_operands, triton_wy_heads, fused)]

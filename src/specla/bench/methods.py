@@ -24,6 +24,7 @@ from specla.ops.contract import DeviceRound, LayerState
 from specla.ops.gdn import Inputs, triton_wy
 from specla.ops.gdn import triton as triton_gdn
 from specla.ops.gdn.triton import Workspace
+from specla.ops.gdn.triton_wy_form import ClosedForm
 
 # Largest error of what has been rounded to bf16: a few of its ulps.
 HALF_PRECISION = 2e-2
@@ -183,7 +184,7 @@ def fast(*, pdl: bool = True, with_prepare: bool = True) -> Method:
 
     def build(problem: Problem) -> Runner:
         launch, case = Launch.bind(problem, pdl=pdl), problem.case
-        form = triton_wy.ClosedForm.allocate(
+        form = ClosedForm.allocate(
             case.shape, case.num_rows, case.max_nodes, case.log_capacity, problem.device
         )
         triton_wy.compile_masks(problem.round, form, log_capacity=case.log_capacity)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,7 @@ from specla.cli.failure import INCORRECT
 from specla.cli.options import EngineOptions
 from specla.cli.records import dumps
 from specla.cli.single import print_line
+from specla.cli.study_plan import Plan
 from specla.errors import ConfigError
 from specla.request import SamplingParams
 
@@ -146,21 +146,6 @@ def study(
     if texts is not None:
         _write_texts(texts, kept)
     return _verdict(kept)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What was asked for. vary, at: by factor."""
-
-    study: Study
-    drafters: Sequence[str]
-    vary: Mapping[str, Sequence[Value]]
-    at: Mapping[str, Sequence[Value]]
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    minutes: float
-    commit: str | None
-    engine: EngineOptions
 
 
 def _drafters(study: Study, given: Sequence[str] | None) -> list[str]:

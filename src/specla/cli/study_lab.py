@@ -19,6 +19,7 @@ from specla.cli.console import Tick
 from specla.cli.loading import RANDOM, load, load_target, prompt_format, user_turn
 from specla.cli.options import EngineOptions
 from specla.cli.records import machine, run_record
+from specla.cli.study_plan import Plan
 from specla.config import EngineConfig, ResolvedConfig, resolve
 from specla.drafters.base import Drafter, FeatureDrafter
 from specla.drafters.none import NoDrafter
@@ -29,7 +30,6 @@ from specla.models.tokenizer import Tokenizer
 from specla.state import State
 
 if TYPE_CHECKING:
-    from specla.cli.bench_study import Plan
     from specla.llm import LLM
 
 

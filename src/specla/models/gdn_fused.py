@@ -21,6 +21,7 @@ from specla.ops import gemm, rows
 from specla.ops.contract import DeviceRound, RecurrentShape
 from specla.ops.gdn import triton as gdn
 from specla.ops.gdn import triton_wy as wy
+from specla.ops.gdn.triton_wy_form import ClosedForm
 from specla.ops.gemm import PROCESSORS, PackedLinear, pack_swiglu
 from specla.ops.walk import compile_walks
 from specla.state import State
@@ -115,7 +116,7 @@ class FusedDecoder:
         self.max_rows = 0
         self.buffers: _Buffers
         self._rooms: list[_Buffers] = []  # alive as long as a graph may use them
-        self._forms: dict[tuple[int, int, int], wy.ClosedForm] = {}
+        self._forms: dict[tuple[int, int, int], ClosedForm] = {}
 
     @staticmethod
     def default_kernel(rows: int, nodes: int) -> str:
@@ -197,12 +198,12 @@ class FusedDecoder:
         self.head(h, logits)
         return logits
 
-    def _closed_form(self, rnd: DeviceRound, state: State) -> wy.ClosedForm:
+    def _closed_form(self, rnd: DeviceRound, state: State) -> ClosedForm:
         """What the closed form works in."""
         nodes = bucket(state.max_nodes)
         sizes = self.max_rows // nodes, nodes, state.log_capacity
         if sizes not in self._forms:  # before any capture: a bucket's first call is a warm-up
-            self._forms[sizes] = wy.ClosedForm.allocate(self.shape, *sizes, rnd.tokens.device)
+            self._forms[sizes] = ClosedForm.allocate(self.shape, *sizes, rnd.tokens.device)
         return self._forms[sizes]
 
     def _mix(
@@ -212,7 +213,7 @@ class FusedDecoder:
         rnd: DeviceRound,
         state: State,
         h: Tensor,
-        form: wy.ClosedForm | None,
+        form: ClosedForm | None,
     ) -> None:
         """h [M, D] -> the token mixer's partial sums in buffers.partials."""
         buffers, w, s, num_rows = self.buffers, layer.weights, self.shape, h.shape[0]

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,6 +46,7 @@ from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 from specla.ops.gdn import triton_wy_fused as fused
 from specla.ops.gdn import triton_wy_stream as stream
 from specla.ops.gdn.triton import Workspace, prepare
+from specla.ops.gdn.triton_wy_form import ClosedForm, log_width, padded
 from specla.ops.gdn.triton_wy_solve import (
     BLOCK,
     dot,
@@ -58,55 +58,6 @@ from specla.ops.gdn.triton_wy_solve import (
 
 MAX_NODES = 64
 _BLOCK = tl.constexpr(BLOCK)
-
-
-class ClosedForm(NamedTuple):
-    """What the closed form needs beside `Workspace`; flat, laid out for each round's own sizes.
-    Shared by all layers; N is padded to 16, 32 or 64 and the log's width to a power of two.
-
-    ancestors [B, N] int64: bit j of node i's word: j is i or above it. places [B, log] int32:
-    where in the slot's store the log's entries lie. bfloat16, high pieces before low ones: per
-    row and key head x [2, 2 N, K], rows 2i and 2i + 1 being q and k of node i, and e
-    [2, log, K], the log's keys if they are folded; per row and value head solution [2, 2 N, N],
-    whose rows 2i and 2i + 1 are node i's of P T and T, and reads [2, 2 N, log], the same of F
-    and E. decay [N + log + 1] float32 per row and value head: e^{C + G}, e^{C - c}, e^C.
-    """
-
-    ancestors: Tensor
-    places: Tensor
-    x: Tensor
-    e: Tensor
-    solution: Tensor
-    reads: Tensor
-    decay: Tensor
-
-    @classmethod
-    def allocate(
-        cls,
-        shape: RecurrentShape,
-        num_rows: int,
-        max_nodes: int,
-        log_capacity: int,
-        device: torch.device | str,
-    ) -> ClosedForm:
-        """Room for num_rows trees of max_nodes nodes, the width of a bank; smaller rounds use the
-        beginning."""
-        heads, nodes = num_rows * shape.num_value_heads, _padded(max_nodes)
-        key_heads, K = num_rows * shape.num_key_heads, shape.key_dim
-        log = log_width(log_capacity, max_nodes)
-
-        def empty(size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
-
-        return cls(
-            ancestors=empty(num_rows * max_nodes, torch.int64),
-            places=empty(num_rows * log, torch.int32),
-            x=empty(key_heads * 4 * nodes * K),
-            e=empty(key_heads * 2 * log * K),
-            solution=empty(heads * 4 * nodes * nodes),
-            reads=empty(heads * 4 * nodes * log),
-            decay=empty(heads * (nodes + log + 1), torch.float32),
-        )
 
 
 class Tile(NamedTuple):
@@ -129,7 +80,7 @@ def tile_for(shape: RecurrentShape, num_rows: int, num_nodes: int) -> Tile:
     while rows > 16 and num_rows * shape.num_value_heads * (shape.value_dim // rows) < 128:
         rows //= 2
     columns = min(shape.key_dim, 32 if rows == 64 else 64)
-    nodes = _padded(num_nodes)
+    nodes = padded(num_nodes)
     if nodes > BLOCK:
         return Tile(rows, columns, 4, 3, {32: 4, 64: 8}[nodes], 32)
     return Tile(rows, columns, 4, 3, 1, 16, 128 if shape.key_dim <= 128 else 0)
@@ -150,7 +101,7 @@ def compile_masks(rnd: DeviceRound, form: ClosedForm, *, log_capacity: int) -> N
     mask_kernel[(num_rows,)](
         *(rnd.parents, rnd.num_nodes, rnd.bank, rnd.ring_len, rnd.path_len, rnd.path),
         *(form.ancestors, form.places, num_nodes, rnd.path.shape[1], log_capacity),
-        NODES=_padded(num_nodes),
+        NODES=padded(num_nodes),
         LOG=log,
         num_warps=1,
     )
@@ -216,7 +167,7 @@ def walk_wy(
     num_rows, num_nodes = rnd.parents.shape
     workspace.check(num_rows, num_nodes)
     assert num_nodes <= MAX_NODES, f"the bitsets hold {MAX_NODES} nodes, got {num_nodes}"
-    nodes, log = _padded(num_nodes), log_width(log_capacity, rnd.path.shape[1])
+    nodes, log = padded(num_nodes), log_width(log_capacity, rnd.path.shape[1])
     fold = min(log, _fold_width(threshold))
     heads, key_heads = num_rows * shape.num_value_heads, num_rows * shape.num_key_heads
     assert form.solution.numel() >= heads * 4 * nodes * nodes, "form is for fewer rows or nodes"
@@ -265,15 +216,6 @@ def _blocks(x: Tensor, size: int, width: int, rows: int, columns: int) -> Tensor
     """The first `size` elements of x as a matrix [..., width], to be read in blocks."""
     matrix = x.view(-1)[:size].view(-1, width)
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
-
-
-def _padded(num_nodes: int) -> int:
-    return max(BLOCK, triton.next_power_of_2(num_nodes))
-
-
-def log_width(log_capacity: int, max_path: int) -> int:
-    """Entries of a row's log, padded; max_path: nodes of a bank."""
-    return max(BLOCK, triton.next_power_of_2(log_capacity + max_path))
 
 
 def _fold_width(threshold: int) -> int:

@@ -66,7 +66,7 @@ from specla.ops.gdn.triton_wy_operands import (
 from specla.ops.gdn.triton_wy_solve import BLOCK
 
 if TYPE_CHECKING:
-    from specla.ops.gdn.triton_wy import ClosedForm
+    from specla.ops.gdn.triton_wy_form import ClosedForm
 
 USED = False
 """Whether `pays` may say yes."""
@@ -144,7 +144,7 @@ def launch(
     """Run the kernel over what `prepare` and `walk_wy` are given.
 
     o: the workspace's. form: its masks are compiled.
-    log: its logs' width (`triton_wy.log_width`).
+    log: its logs' width (`triton_wy_form.log_width`).
     """
     s, tile = shape, tile or FusedTile()
     num_rows, num_nodes = rnd.parents.shape

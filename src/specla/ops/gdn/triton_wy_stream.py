@@ -64,7 +64,7 @@ from specla.ops.gdn.triton_wy_operands import (
 from specla.ops.gdn.triton_wy_solve import BLOCK
 
 if TYPE_CHECKING:
-    from specla.ops.gdn.triton_wy import ClosedForm
+    from specla.ops.gdn.triton_wy_form import ClosedForm
 
 _ROWS, _COLUMNS, _STAGES = gl.constexpr(ROWS), gl.constexpr(COLUMNS), gl.constexpr(STAGES)
 _BLOCK = gl.constexpr(BLOCK)
