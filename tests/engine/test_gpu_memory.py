@@ -93,7 +93,8 @@ DRAFTERS = {
     "dflash": BLOCKS | {"triton_grow._top_kernel", "triton_marginals._best_first_kernel"},
     "block+reader": BLOCKS | GROW | {"triton_reader._read_kernel", "triton_reader._ask_kernel"},
 }
-# Other devices' (triton, gemm), what was measured to be no faster or was not yet, and training's.
+# Other devices' (triton, gemm), what is not used (triton_wy_fused), training's, and what resting
+# launches.
 ELSEWHERE = {
     *("triton._walk_kernel", "gemm._gemm_kernel", "triton_wy_fused._fused_kernel"),
     *("triton_conv._packed_kernel", "rows._keep_kernel"),

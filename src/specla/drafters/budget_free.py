@@ -9,7 +9,7 @@ are continued. Wider trees go further, so each number of nodes has counts of its
 start from, and fade to, those of all, with `WIDER` for what a width other than theirs is worth.
 
 The first shape is what pays best if the drafter is as good as its prior says, since a wide tree
-also shows most of what others would come to; stretches begin with one round and double.
+also shows most of what others would come to; stretches begin with two rounds and double.
 
 Switches and losslessness are those of `drafters.budget`; a stretch of one node is plain decoding,
 and looking at drafts again is a short stretch of the shape that pays most easily. There are three
