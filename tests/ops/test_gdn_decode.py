@@ -135,6 +135,17 @@ def test_tiles() -> None:
     assert not decode.pays(WIDE, 64, decode.MOST_NODES + 1, wide, cpu)
 
 
+def test_every_program_has_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units taken a few at a time may be fewer than programs that the device holds: 16 rows' 1,024
+    are 256 times four, for 264 programs."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(decode, "processors", lambda device: 132)
+    tile, units = decode.tile_for(WIDE, 2, lanes=16, pdl=True), 16 * 8 * (256 // 32)
+    assert decode.num_programs(units, tile, cpu) == units // tile.chunk == 256
+    assert decode.num_programs(4 * units, tile, cpu) == 264
+    assert decode.num_programs(units, tile._replace(chunk=0), cpu) == 264
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [5, 64])
 @pytest.mark.parametrize("name", SHAPES)

@@ -127,6 +127,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def num_programs(units: int, tile: DecodeTile, device: torch.device) -> int:
+    """As many as the device holds at a time, but each has units: the first one's integers are read
+    whatever comes after."""
+    return min(processors(device) * tile.programs, units // (tile.chunk or 1))
+
+
 def launch(
     num_rows: int, arguments: tuple[Any, ...], meta: dict[str, Any], tile: DecodeTile
 ) -> None:
@@ -147,7 +153,7 @@ def launch(
     assert tile.chunk == 0 or turn % tile.chunk == 0, (tile, turn)
     units = num_rows * turn * H
     registers = {"maxnreg": tile.registers} if tile.registers else {}
-    _decode_kernel[(min(processors(S.device) * tile.programs, units),)](
+    _decode_kernel[(num_programs(units, tile, S.device),)](
         _blocks(S, tile.rows * K // WIDTH),
         *(S, *tensors, units, num_columns, *sizes),
         **{"H": H, "G": G, "K": K, "V": V, "LANES": lanes, "PDL": pdl},
