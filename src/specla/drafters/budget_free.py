@@ -193,7 +193,7 @@ class FreeBudget:
 
     def width(self, rows: int, fresh: int = 0) -> Shape:
         """Of the next round over so many rows, of which `fresh` have no output yet."""
-        self._meet(fresh / rows, self._stake(rows))
+        self._meet(fresh, rows)
         dear = self.account.on and self.shape.depth and not self._affords(rows, self.shape)
         if not self._fixed and (self._left <= 0 or dear):
             self._decide(rows)
@@ -204,23 +204,29 @@ class FreeBudget:
         return rows == 1 and self._alone is not None
 
     def _stake(self, rows: int) -> float:
-        return STAKE_ALONE if self._moves(rows) else STAKE
+        """What a fresh text may lose; alone, enough to be tried with some shape in any case."""
+        if not self._moves(rows):
+            return STAKE
+        easiest = self._easiest(rows)[1]
+        return max(STAKE_ALONE, (1 + REACH) * (self._steps(rows, easiest) - 1))
 
     def _affords(self, rows: int, shape: Shape) -> bool:
-        """Whether the account can pay for some rounds of it, besides the one under way."""
+        """Whether the account can pay for some rounds of it, besides the one under way; which
+        counts for no more than one of these: a dear one is no reason to give up cheap ones."""
         if not self._moves(rows):
             return not self.account.is_lost
-        flying = self._steps(rows, self.shape) - 1
-        return self.account.left - flying >= REACH * (self._steps(rows, shape) - 1)
+        each = self._steps(rows, shape) - 1
+        flying = min(each, self._steps(rows, self.shape) - 1) if self.shape.depth else each
+        return self.account.left - flying >= REACH * each
 
-    def _meet(self, share: float, stake: float) -> None:
-        """So much of the batch is texts of which nothing is known yet. Once a round, however often
-        it is asked about."""
-        if not share or self._has_met:
+    def _meet(self, fresh: int, rows: int) -> None:
+        """So many of these rows are texts of which nothing is known yet. Once a round, however
+        often it is asked about."""
+        if not fresh or self._has_met:
             return
         self._has_met = True
-        self.account.stake(share, stake)
-        if share == 1 and not self.account.on:
+        self.account.stake(fresh / rows, self._stake(rows))
+        if fresh == rows and not self.account.on:
             # The device has to be loaded anyway.
             self.account.doubted, self._left, self._debt = False, 0, MOST_DEBT
 
@@ -277,13 +283,11 @@ class FreeBudget:
 
     def _decide(self, rows: int) -> None:
         self._survival = {nodes: self.survival(nodes) for nodes in self._own}
+        speeds = {shape: self._speed(rows, shape) for shape in self._shapes}
+        if self.account.on:
+            speeds = self._affordable(rows, speeds) or {self._easiest(rows)[1]: 0.0}
         # What is off is looked at whatever that may lose.
-        speeds = {
-            shape: self._speed(rows, shape)
-            for shape in self._shapes
-            if not self.account.on or self._affords(rows, shape)
-        } or {self._easiest(rows)[1]: 0.0}
-        best = max(speeds, key=lambda shape: (speeds[shape], -shape.nodes, -shape.depth))
+        best = _fastest(speeds)
         if speeds[best] <= 1 and not self._all.seen[0]:
             self._look(rows, FIRST_LOOK, best)
             return
@@ -294,12 +298,18 @@ class FreeBudget:
         if not self.account.on:
             self._stay_off(rows)
             return
+        # Drafting that has just been switched on may not be with what pays best.
+        speeds = self._affordable(rows, speeds) or speeds
+        best = _fastest(speeds)
         better, stretch = (BETTER_ALONE, STRETCH_ALONE) if self._moves(rows) else (BETTER, STRETCH)
         if speeds[best] > better * speeds.get(self.shape, 0.0):
             self.shape = best
         self.reason, self._left = "pays", self._stretch
         self._stretch = min(stretch, 2 * self._stretch)
         self.detail = f"pays: {_named(self.shape)}, {speeds[self.shape]:.2f} of plain decoding"
+
+    def _affordable(self, rows: int, speeds: dict[Shape, float]) -> dict[Shape, float]:
+        return {shape: speed for shape, speed in speeds.items() if self._affords(rows, shape)}
 
     def _easiest(self, rows: int) -> tuple[float, Shape]:
         """The least acceptance at which a shape pays, and that shape."""
@@ -331,6 +341,10 @@ class FreeBudget:
         self.shape = shape
         self._left = max(1, min(rounds, LOOK_PATHS // rows))
         self.reason, self.detail = "probe", f"probe: {_named(self.shape)}"
+
+
+def _fastest(speeds: dict[Shape, float]) -> Shape:
+    return max(speeds, key=lambda shape: (speeds[shape], -shape.nodes, -shape.depth))
 
 
 def _doublings(shape: Shape) -> float:
