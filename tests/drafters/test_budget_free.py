@@ -376,3 +376,23 @@ def test_a_text_alone_goes_on_in_cheaper_shapes() -> None:
     spent = [MICROSECONDS[shape] for shape in run.shapes[: run.nodes.index(1)]]
     assert spent == sorted(spent, reverse=True)
     assert run.nodes.index(1) >= 5
+
+
+@pytest.mark.parametrize(
+    ("level", "odds", "least"), [(145, 0.9, 2.1), (210, 0.9, 1.77), (210, 0.75, 1.27)]
+)
+def test_texts_alone_with_a_dear_drafter(level: float, odds: float, least: float) -> None:
+    """A round under way that costs more than a fresh text may lose is no reason to give up
+    drafting, again and again."""
+    costs = Stairs(fixed=900, each=10, draft=level, level=level)
+    tokens = steps = switches = 0.0
+    for seed in range(6):
+        budget = FreeBudget(TREES, costs, prior=0.8, loading=RESIDENT_LOADING, alone=ALONE)
+        for text in range(4):
+            budget.observe([], [], PLAIN)
+            budget.width(1, 1)
+            run = play(budget, costs, odds, 1, 60, seed=10 * seed + text)
+            tokens, steps = tokens + run.tokens, steps + run.steps
+        switches += budget.account.switches
+    assert tokens >= least * steps
+    assert switches <= 24
