@@ -94,7 +94,8 @@ class EagerLayer:
                 row = rnd.tokens[b].as_strided((max(path) + 1,), (1,))
                 tokens = [*(int(row[node]) for node in path[1:]), int(row[0])]
                 at = [b * rnd.tokens.shape[1] + node for node in path]
-                given = torch.cat([layer[at] for layer in features], dim=-1)
+                room = [x.as_strided((max(at) + 1, x.shape[1]), x.stride()) for x in features]
+                given = torch.cat([layer[at] for layer in room], dim=-1)
                 drafter.model.encode([slots[b]], [tokens], given)
                 self._started[b] = True
         self._encoded = [n + more for n, more in zip(self._encoded, lengths, strict=True)]

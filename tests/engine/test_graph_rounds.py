@@ -5,8 +5,10 @@ those of plain decoding. Tier: exact."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -200,7 +202,12 @@ class ByLaunch(Turns):
 
 
 def alone(
-    target: TargetModel, drafter: Drafter, shapes: Sequence[Shape], goes_on: bool, most: int = 30
+    target: TargetModel,
+    drafter: Drafter,
+    shapes: Sequence[Shape],
+    goes_on: bool,
+    most: int = 30,
+    every: int = 2,
 ) -> tuple[int, list[DraftTree]]:
     """One row in rounds of other shapes, with every graph there. Returns how many drafts were
     accepted, and the trees."""
@@ -208,7 +215,7 @@ def alone(
     engine.capture()
     model = rounds._model
     model.trees.clear()  # type: ignore[attr-defined]
-    engine.spending.free = turns = ByLaunch(shapes, 2)  # type: ignore[union-attr, assignment]
+    engine.spending.free = turns = ByLaunch(shapes, every)  # type: ignore[union-attr, assignment]
     turns.rounds, load, loads = rounds, rounds._load, []
     rounds._load = lambda rows: (loads.append(1), load(rows))[1]  # type: ignore[assignment, func-returns-value]
     if not goes_on:
@@ -266,6 +273,22 @@ def test_a_drafter_that_rests_for_long(
         assert max(caught) == {128: 7, 5: 3}[most]
     assert runs[0] == runs[1] == runs[2]
     assert sum(tree.num_drafts for tree in runs[0][1]) > 30, "trees tell what it knows"
+
+
+@pytest.mark.parametrize("seed", [0, 3, 7])
+def test_a_row_alone_in_any_order_of_shapes(
+    tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Rests of one round and of more than there is room for, right after long paths too."""
+    import test_eagle_behind as eagle
+
+    rng, path = random.Random(seed), eagle.folder(tmp_path, target)
+    monkeypatch.setattr("specla.engine.resting.MOST_ROUNDS", 4)
+    shapes = [rng.choice([*SHAPES, Shape(1, 0)]) for _ in range(11)] + [Shape(1, 0)] * seed
+    drafter = partial(eagle.Played, path=path, **eagle.OPTIONS)
+    runs = [alone(target, drafter(), shapes, on, 40, every=1) for on in (True, False)]
+    assert runs[0] == runs[1]
+    assert runs[0][0] > 0
 
 
 def test_ngram_goes_on_in_another_shape(target: TargetModel) -> None:
