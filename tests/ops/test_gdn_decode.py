@@ -147,7 +147,7 @@ def test_every_program_has_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [5, 64])
+@pytest.mark.parametrize("rows", [5, 16, 64])
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_bits_of_the_walk(name: str, rows: int) -> None:
     """What `walk` chooses, the same kernel anyway, other rings and rows a lane; idle rows; empty
@@ -165,7 +165,7 @@ def test_the_bits_of_the_walk(name: str, rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [5, 64])
+@pytest.mark.parametrize("rows", [5, 16, 64])
 @pytest.mark.parametrize("name", ["8 x 256 x 256", "16/32 x 128", "2/4 x 128 x 64"])
 def test_the_bits_of_the_walk_of_trees(name: str, rows: int) -> None:
     """Random trees of up to so many nodes; chains, without a checkpoint as well."""
