@@ -63,9 +63,7 @@ def generate(
     record: Annotated[
         bool, typer.Option("--record", help="Append the numbers to --results.")
     ] = False,
-    results: Annotated[Path, typer.Option(help="The append-only CSV of --record.")] = Path(
-        "results/results.csv"
-    ),
+    results: opt.Results = opt.RESULTS,
     max_tokens: opt.MaxTokens = 128,
     temperature: opt.Temperature = 0.0,
     seed: opt.Seed = 0,

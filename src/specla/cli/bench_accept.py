@@ -62,9 +62,7 @@ def accept(
     record: Annotated[
         bool, typer.Option("--record", help="Append the figures to --results; needs --texts.")
     ] = False,
-    results: Annotated[Path, typer.Option(help="The append-only CSV of --record.")] = Path(
-        "results/results.csv"
-    ),
+    results: opt.Results = opt.RESULTS,
     texts: Annotated[
         Path | None, typer.Option(help="Write the answers there, as JSON lines, to look at.")
     ] = None,

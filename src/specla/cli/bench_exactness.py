@@ -77,12 +77,8 @@ def exactness(
     record: Annotated[
         bool, typer.Option("--record", help="Append the summary to --results.")
     ] = False,
-    results: Annotated[Path, typer.Option(help="The append-only CSV of --record.")] = Path(
-        "results/results.csv"
-    ),
-    commit: Annotated[
-        str | None, typer.Option(help="Hash to record where there is no checkout to ask.")
-    ] = None,
+    results: opt.Results = opt.RESULTS,
+    commit: opt.Commit = None,
     max_tokens: opt.MaxTokens = 128,
     max_nodes: opt.MaxNodes = 16,
     kernel: opt.Kernel = "auto",

@@ -46,12 +46,8 @@ def headline(
     record: Annotated[
         bool, typer.Option("--record", help="Append to --results and write the page beside it.")
     ] = False,
-    results: Annotated[Path, typer.Option(help="The append-only CSV of --record.")] = Path(
-        "results/results.csv"
-    ),
-    commit: Annotated[
-        str | None, typer.Option(help="Hash to record where there is no checkout to ask.")
-    ] = None,
+    results: opt.Results = opt.RESULTS,
+    commit: opt.Commit = None,
     device: opt.Device = "auto",
     json: opt.Json = False,
     no_progress: opt.NoProgress = False,

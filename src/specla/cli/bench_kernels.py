@@ -62,9 +62,7 @@ def kernels(
     record: Annotated[
         bool, typer.Option("--record", help="Append the figures to --results.")
     ] = False,
-    results: Annotated[Path, typer.Option(help="The append-only CSV of --record.")] = Path(
-        "results/results.csv"
-    ),
+    results: opt.Results = opt.RESULTS,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -72,15 +70,8 @@ def kernels(
             "results/kernels by default."
         ),
     ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", help="Rows (rows.jsonl) of an earlier run to show and record; runs nothing."
-        ),
-    ] = None,
-    commit: Annotated[
-        str | None, typer.Option(help="Hash to record where there is no checkout to ask.")
-    ] = None,
+    source: opt.Source = None,
+    commit: opt.Commit = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON line per row and figure.")
     ] = False,

@@ -40,9 +40,7 @@ def rounds(
     record: Annotated[
         bool, typer.Option("--record", help="Append the figures to --results.")
     ] = False,
-    results: Annotated[Path, typer.Option(help="The append-only CSV of --record.")] = Path(
-        "results/results.csv"
-    ),
+    results: opt.Results = opt.RESULTS,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -50,15 +48,8 @@ def rounds(
             "--results."
         ),
     ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", help="rows.jsonl of an earlier run, to show and record; runs nothing."
-        ),
-    ] = None,
-    commit: Annotated[
-        str | None, typer.Option(help="Hash to record where there is no checkout to ask.")
-    ] = None,
+    source: opt.Source = None,
+    commit: opt.Commit = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON line per size and figure.")
     ] = False,

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # Console width where stdout is no terminal: the table must not be cut in a log.
 LOG_WIDTH = 260
-RESULTS = Path("results/results.csv")
 
 
 def study(
@@ -72,7 +71,7 @@ def study(
     record: Annotated[
         bool, typer.Option("--record", help="Append figures to --results; needs --texts.")
     ] = False,
-    results: Annotated[Path, typer.Option(help="The append-only CSV of --record.")] = RESULTS,
+    results: opt.Results = opt.RESULTS,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -83,15 +82,8 @@ def study(
     texts: Annotated[
         Path | None, typer.Option(help="Write the answers there, as JSON lines, to look at.")
     ] = None,
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", help="rows.jsonl of an earlier run, to show and record; runs nothing."
-        ),
-    ] = None,
-    commit: Annotated[
-        str | None, typer.Option(help="Hash to record where there is no checkout to ask.")
-    ] = None,
+    source: opt.Source = None,
+    commit: opt.Commit = None,
     max_nodes: Annotated[
         int | None,
         typer.Option(

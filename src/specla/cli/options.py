@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -120,6 +121,16 @@ Debug = Annotated[
         help="Show a traceback when something fails.",
         rich_help_panel=OUTPUT,
     ),
+]
+# Of the benchmarks.
+RESULTS = Path("results/results.csv")
+Results = Annotated[Path, typer.Option(help="The append-only CSV of --record.")]
+Commit = Annotated[
+    str | None, typer.Option(help="Hash to record where there is no checkout to ask.")
+]
+Source = Annotated[
+    Path | None,
+    typer.Option("--from", help="rows.jsonl of an earlier run, to show and record; runs nothing."),
 ]
 
 
