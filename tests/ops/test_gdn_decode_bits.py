@@ -13,19 +13,13 @@ from random_inputs import random_parents
 from torch import Tensor
 
 pytest.importorskip("triton")
-from walk_machine import run
+from walk_machine import SHAPE, Noise, noisy_rows, run
 
-from specla.ops.contract import RecurrentShape
 from specla.ops.gdn import triton as kernels
 from specla.ops.gdn import triton_decode as decode
 from specla.ops.gdn import triton_stream as stream
 from specla.ops.walk import compile_walks
-from specla.state import State
-from specla.topology.tree import DraftTree
 
-SHAPE = RecurrentShape(
-    num_layers=1, num_key_heads=1, num_value_heads=2, key_dim=64, value_dim=16, conv_width=4
-)
 # Rings and paths of the last round; the second row is idle.
 LOGS: tuple[tuple[int, tuple[int, ...]], ...] = ((0, ()), (2, (0,)), (5, (0, 2)), (1, (1, 2)))
 BUSH, LEFT = (-1, 0, 0, 1), (-1, 0, 1, 0)
@@ -41,20 +35,9 @@ def after(
 ) -> list[Tensor]:
     """Outputs and state after a walk of a row per tree."""
     rows, nodes = len(trees), max(map(len, trees))
-    state = State(SHAPE, num_slots=rows, max_nodes=max(nodes, 4), log_capacity=8)
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(x: Tensor) -> Tensor:
-        return x.copy_(0.3 * torch.randn(x.shape, generator=generator))
-
+    noise = Noise()
+    state, slots, plans = noisy_rows(trees, LOGS, max(nodes, 4), noise)
     layer = state.layers[0]
-    for x in (layer.S, *layer.factors):
-        noise(x)
-    layer.factors.g.abs_().neg_()
-    slots = [state.acquire() for _ in trees]
-    for slot, (ring, path) in zip(slots, LOGS, strict=True):
-        state.logs[slot].ring_len, state.logs[slot].path = ring, path
-    plans = [DraftTree(tuple(range(len(p))), p) for p in trees]
     logs = [state.logs[slot] for slot in slots]
     rnd = state.rounds.plan(slots, logs, plans, num_nodes=nodes).round
     rnd.num_nodes[1], nodes = 0, rnd.parents.shape[1]

@@ -12,39 +12,22 @@ from random_inputs import random_parents
 from torch import Tensor
 
 pytest.importorskip("triton")
-from walk_machine import run
+from walk_machine import SHAPE, Noise, noisy_rows, run
 
-from specla.ops.contract import RecurrentShape
 from specla.ops.gdn import triton as kernels
 from specla.ops.gdn import triton_stream as stream
 from specla.ops.gdn.triton_stream import StreamTile
 from specla.ops.walk import compile_walks
-from specla.state import State
-from specla.topology.tree import DraftTree
 
-SHAPE = RecurrentShape(
-    num_layers=1, num_key_heads=1, num_value_heads=2, key_dim=64, value_dim=16, conv_width=4
-)
 NODES = 8
 TREES = [random_parents(0, NODES, 2), random_parents(1, NODES - 1, 5)]
 
 
 def after(tile: StreamTile | kernels.Tile, parts: int, threshold: int) -> list[Tensor]:
     """Outputs and state after a walk of two rows with logs of 5 and 3 factors."""
-    state = State(SHAPE, num_slots=2, max_nodes=NODES, log_capacity=8)
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(x: Tensor) -> Tensor:
-        return x.copy_(0.3 * torch.randn(x.shape, generator=generator))
-
+    noise = Noise()
+    state, slots, trees = noisy_rows(TREES, ((4, (0,)), (1, (0, 2))), NODES, noise)
     layer = state.layers[0]
-    for x in (layer.S, *layer.factors):
-        noise(x)
-    layer.factors.g.abs_().neg_()
-    slots = [state.acquire() for _ in TREES]
-    for slot, ring, path in zip(slots, (4, 1), ((0,), (0, 2)), strict=True):
-        state.logs[slot].ring_len, state.logs[slot].path = ring, path
-    trees = [DraftTree(tuple(range(len(p))), p) for p in TREES]
     rnd = state.rounds.plan(slots, [state.logs[s] for s in slots], trees).round
     rnd = rnd._replace(walk=rnd.walk.new_zeros(len(TREES), parts, rnd.walk.shape[2]))
     compile_walks(rnd)

@@ -9,6 +9,7 @@ are waited for: what is overwritten or read too early gives wrong bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -16,12 +17,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specla.ops.contract import RecurrentShape
 from specla.ops.gdn import triton_decode as decode
 from specla.ops.gdn import triton_decode_parts as parts
 from specla.ops.gdn import triton_stream as stream
 from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
+from specla.state import State
+from specla.topology.tree import DraftTree
 
 MODULES = stream, parts, decode
+SHAPE = RecurrentShape(
+    num_layers=1, num_key_heads=1, num_value_heads=2, key_dim=64, value_dim=16, conv_width=4
+)
+
+
+class Noise:
+    """Fills tensors, one after the other."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, x: Tensor) -> None:
+        x.copy_(0.3 * torch.randn(x.shape, generator=self._generator))
+
+
+def noisy_rows(
+    trees: Sequence[tuple[int, ...]],
+    logs: Sequence[tuple[int, tuple[int, ...]]],
+    max_nodes: int,
+    noise: Noise,
+) -> tuple[State, list[int], list[DraftTree]]:
+    """A state of noise, a slot and a draft for each tree. logs: of each row, the entries in the
+    ring and the path of the last round."""
+    state = State(SHAPE, num_slots=len(trees), max_nodes=max_nodes, log_capacity=8)
+    layer = state.layers[0]
+    for x in (layer.S, *layer.factors):
+        noise(x)
+    layer.factors.g.abs_().neg_()
+    slots = [state.acquire() for _ in trees]
+    for slot, (ring, path) in zip(slots, logs, strict=True):
+        state.logs[slot].ring_len, state.logs[slot].path = ring, path
+    return state, slots, [DraftTree(tuple(range(len(p))), p) for p in trees]
 
 
 class Block(Tensor):
