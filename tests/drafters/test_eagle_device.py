@@ -225,7 +225,7 @@ def test_what_came_while_it_rested(
     assert play.device._max_tokens == 4
     layer = play.device._layer
     assert layer is not None
-    layer.take_in([], [], [], play.noise(0).transpose(0, 1).flatten(1))  # what `bind` compiles
+    layer.compile()
     play.start(1, 3)
     for count in (6, 1):
         rnd, arrays = play.load([1], 2)

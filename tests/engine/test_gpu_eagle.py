@@ -8,10 +8,11 @@ test_gpu_free.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -111,6 +112,40 @@ def test_prompts_are_the_eager_drafters_and_their_own(tmp_path: Path) -> None:
         assert all(map(torch.equal, first[i], read(device, 1 + len(lengths) + i, n))), n
 
 
+class Launched(NamedTuple):
+    """In place of a graph."""
+
+    replay: Callable[[], None]
+
+
+def test_what_is_taken_in_at_once_is_what_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs over other rows and tokens each time leave the bytes of their launches."""
+    model = target(2, torch.bfloat16)
+    path, width = folder(tmp_path, model), 3 * model.info.hidden_size
+    generator = torch.Generator("cuda").manual_seed(0)
+    features = torch.randn(64, width, generator=generator, device="cuda").bfloat16()
+    rounds = ((1,), (1,)), ((1, 2, 3), (3, 60, 1)), ((2,), (40,)), ((3, 1), (2, 64)), ((1,), (7,))
+
+    def left() -> list[torch.Tensor]:
+        drafter = DeviceEagle(path=path)
+        drafter.bind(model, num_slots=4, max_nodes=16, exact=True)
+        for slot in (1, 2, 3):
+            drafter.prefill(slot, [7 + slot] * 30, features[:30])
+        for slots, counts in rounds:
+            tokens = [[3 * n + i for i in range(n)] for n in counts]
+            drafter._take_in(slots, tokens, torch.cat([features[:n] for n in counts]))
+        tips = drafter.model.roots([1, 2, 3])
+        return [x.clone() for x in (tips.y, *tips.memory)]
+
+    replayed = left()
+    monkeypatch.setattr(
+        "specla.drafters.eagle_layer.captured", lambda launch: (Launched(launch), None)
+    )
+    assert all(map(torch.equal, replayed, left()))
+
+
 def decode(
     drafter: Drafter, max_nodes: int, turns: Sequence[Shape] = ()
 ) -> tuple[dict[str, tuple[int, ...]], object]:
@@ -166,13 +201,15 @@ class Right(DeviceEagle):
         self, rows: RowArrays, rnd: DeviceRound, features: Features | None = None, *, depth: int
     ) -> None:
         super().launch(rows, rnd, features, depth=depth)
-        rnd.tokens[:, 1:2].copy_(self.truth.gather(1, rows.len_tokens.long().unsqueeze(1)))
+        if depth:
+            rnd.tokens[:, 1:2].copy_(self.truth.gather(1, rows.len_tokens.long().unsqueeze(1)))
 
 
 def test_a_row_alone_goes_on_in_another_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is loaded once, and what it accepted in one shape is taken in by the next one's."""
+    """It is loaded once, and what it accepted in one shape is taken in by the next one's, or
+    where it rests in between by itself."""
     model = target(6, torch.bfloat16)
     state = State(
         model.info.recurrent, num_slots=1, max_nodes=16, log_capacity=16, dtype=model.dtype,
@@ -201,7 +238,7 @@ def test_a_row_alone_goes_on_in_another_shape(
 
     plain = run(NoDrafter()).token_ids
     Right.truth = torch.tensor([[*prompt, *plain, *[0] * 16]], dtype=torch.int32, device="cuda")
-    turns = Shape(16, 6), Shape(2, 1), Shape(8, 4), Shape(16, 4), Shape(4, 3)
+    turns = Shape(16, 6), Shape(2, 1), Shape(8, 4), Shape(1, 0), Shape(16, 4), Shape(4, 3)
     path = folder(tmp_path, model)
     first, again = (run(Right(path=path, max_depth=6), turns) for _ in "ab")
     assert first.token_ids == again.token_ids == plain

@@ -111,7 +111,13 @@ class Buffers(Pool):
             u=B * X * s.num_value_heads * s.value_dim,
             g=B * X * s.num_value_heads,
         )
-        self.add(torch.int32, source=B * path, enc=2 * B + B * path, chain=B * X * self._chain)
+        self.add(
+            torch.int32,
+            source=B * path,
+            told=3 * B + B * path,
+            enc=2 * B + B * path,
+            chain=B * X * self._chain,
+        )
         split = (linears.fc, linears.o_proj, linears.down)
         self.partials = zeros(max(x.workspace_elements(most) for x in split))
         self._workspace = gdn.Workspace.allocate(s, most, dtype, device)

@@ -97,7 +97,7 @@ class DeviceEagle(EagleDrafter):
             )
             # What an engine would otherwise wait for in the middle of a text.
             self._prompts.compile()
-            self._layer.take_in([], [], [], self.model.weights.fc.new_zeros(0, self._width))
+            self._layer.compile()
 
     def _limits(self, num_slots: int, max_nodes: int) -> Limits:
         depth = min(self.info.max_depth, max_nodes - 1)
@@ -192,11 +192,6 @@ class DeviceEagle(EagleDrafter):
         self._layer.take_in(slots, cursors, tokens, features)
         for log, row in zip(logs, tokens, strict=True):
             log.commit(tuple(range(len(row))))
-
-    @property
-    def _width(self) -> int:
-        """Of a token's features."""
-        return self.model.weights.fc.shape[1]
 
     @property
     def _state(self) -> State:

@@ -14,7 +14,8 @@ the device anything once the buffers are there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,11 +29,15 @@ from specla.drafters.eagle_model import EagleModel
 from specla.models.gdn_fused import stream_linear
 from specla.models.gdn_weights import BlockWeights
 from specla.ops import gemm, rows
+from specla.ops.capture import captured
 from specla.ops.contract import DeviceRound, RowArrays
 from specla.ops.gdn import triton as gdn
 from specla.ops.gemm import PackedLinear, pack_swiglu, tiling_for
-from specla.ops.transfer import ints, sent
+from specla.ops.transfer import ints, send, sent
 from specla.state.rounds import bucket
+
+TOLD = 3
+"""Words about a row that is given tokens, besides these."""
 
 
 class EagleLayer(Chain):
@@ -54,6 +59,7 @@ class EagleLayer(Chain):
             self._stream()
         self._buffers = Buffers(w, s, self._linears, limits)
         self.partials = self._buffers.partials
+        self._takes: dict[tuple[int, int], Callable[[], object]] = {}
         assert s.num_layers == 1
 
     # ---- the host's side
@@ -90,6 +96,11 @@ class EagleLayer(Chain):
         """Most tokens per row of one `take_in`."""
         return self._limits.chunk
 
+    def compile(self) -> None:
+        """What `take_in` launches for a row that is alone."""
+        for width in self._widths:
+            self._taking(1, width)
+
     def take_in(
         self,
         slots: Sequence[int],
@@ -99,26 +110,50 @@ class EagleLayer(Chain):
     ) -> None:
         """Encode accepted tokens outside a round, as a round that had accepted them, without
         waiting for the device. cursors: bank and path_len; None: as the device has them, whose
-        rows these are. features [n, layers * T]: a row per token, end to end. No slots: launches
-        over idle rows."""
-        num_rows = bucket(max(1, len(slots)))
-        # Two widths, so that few kernels are compiled.
-        few = max(map(len, tokens), default=self.max_tokens) <= self._limits.path
-        enc = self._buffers.encoding(num_rows, self._limits.path if few else self.max_tokens)
-        width = enc.tokens.shape[1]
-        words = sent(_told(slots, tokens, num_rows, width), features.device)
-        slot_of, live, lengths = words[:, :3].t().contiguous()
-        given = enc._replace(
-            slot=slot_of, num_nodes=live, path_len=lengths, tokens=words[:, 3:].contiguous()
-        )
+        rows these are. features [n, layers * T]: a row per token, end to end."""
+        num_rows, longest = bucket(len(slots)), max(map(len, tokens))
+        width = next(n for n in self._widths if longest <= n)
+        # First: making it launches over idle rows.
+        launch = self._taking(num_rows, width)
+        told, room = self._given(num_rows, width)
+        send(_told(slots, tokens, num_rows, width), told)
         at = [b * width + j for b, row in enumerate(tokens) for j in range(len(row))]
-        parts = features.unflatten(-1, (-1, self._w.embed_norm.shape[0])).transpose(0, 1)
-        room = self._buffers.take("given", len(parts), num_rows * width, parts.shape[2])
-        room[:, ints(at, room.device)] = parts
+        room[:, ints(at, room.device)] = features.unflatten(-1, (len(room), -1)).transpose(0, 1)
         if cursors is not None:
             self.load([(*one, True) for one in cursors])
         self.resume()
-        self._encode(given, enc, kernels.Cursors(*self._buffers.cursors[:, :num_rows]), room)
+        launch()
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Tokens per row that `take_in` pads to: two, so that few kernels are compiled."""
+        return self._limits.path, self.max_tokens
+
+    def _given(self, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Where `take_in` puts what it was told, and features [layers, num_rows * width, T]."""
+        size = self._w.embed_norm.shape[0]
+        layers, take = self._w.fc.shape[1] // size, self._buffers.take
+        told = take("told", num_rows * (TOLD + width))
+        return told, take("given", layers, num_rows * width, size)
+
+    def _taking(self, num_rows: int, width: int) -> Callable[[], object]:
+        """The launches of `take_in` over what is given, on a GPU as one graph: there are twenty
+        of them, and a text that is alone would wait for the host."""
+        key = num_rows, width
+        if key not in self._takes:
+            told, room = self._given(num_rows, width)
+            slot, live, lengths = told[: TOLD * num_rows].view(TOLD, num_rows)
+            tokens = told[TOLD * num_rows :].view(num_rows, width)
+            enc = self._buffers.encoding(num_rows, width)
+            given = enc._replace(slot=slot, num_nodes=live, path_len=lengths, tokens=tokens)
+            cursors = kernels.Cursors(*self._buffers.cursors[:, :num_rows])
+            launch: Callable[[], object] = partial(self._encode, given, enc, cursors, room)
+            if told.is_cuda:
+                told.zero_()
+                graph, _ = captured(launch)
+                launch = graph.replay
+            self._takes[key] = launch
+        return self._takes[key]
 
     # ---- launches
 
@@ -287,9 +322,9 @@ class EagleLayer(Chain):
 def _told(
     slots: Sequence[int], tokens: Sequence[Sequence[int]], num_rows: int, width: int
 ) -> Tensor:
-    """int32 [num_rows, 3 + width] on the host: slot, whether it is live, how many tokens, and
+    """int32 on the host, a column per row: slot, whether it is live, how many tokens; then by row
     the tokens of nodes 0 .. n - 1, of which node 0's is the last: it is the next tree's root."""
-    words = torch.zeros(num_rows, 3 + width, dtype=torch.int32)
+    words = torch.zeros(num_rows, TOLD + width, dtype=torch.int32)
     for b, (slot, row) in enumerate(zip(slots, tokens, strict=True)):
-        words[b, : 3 + len(row)] = torch.tensor([slot, 1, len(row), row[-1], *row[:-1]])
-    return words
+        words[b, : TOLD + len(row)] = torch.tensor([slot, 1, len(row), row[-1], *row[:-1]])
+    return torch.cat((words[:, :TOLD].t().flatten(), words[:, TOLD:].flatten()))
