@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import lzma
 import shutil
 import subprocess
 import sys
@@ -342,7 +343,9 @@ def test_all_of_it_at_toy_size(data: Path, tmp_path: Path, capsys: CAPTURE) -> N
         metrics = {row["metric"] for row in csv.DictReader(file)}
     assert {"round_over_ar", "e2e_gsm8k_b1", "e2e_mixed_b1", "e2e_worst_case"} <= metrics
     assert "FLA-SD" in (results.parent / "headline/README.md").read_text()
-    kept = [json.loads(line) for line in (work / "texts.jsonl").read_text().splitlines()]
+    answers = lzma.decompress((results.parent / "headline/texts.jsonl.xz").read_bytes())
+    assert answers == (work / "texts.jsonl").read_bytes()
+    kept = [json.loads(line) for line in answers.splitlines()]
     assert len(kept) == 6 * len(contenders()) + 3 * 3
     assert sum(one["method"] == "tree, budget, batch of 3" for one in kept) == 9
     again = [*command.split(), *limits.split(), "--steps", "target,drafters"]

@@ -123,7 +123,8 @@ def test_what_is_taken_in_at_once_is_what_is_launched(
 ) -> None:
     """Graphs over other rows and tokens each time leave the bytes of their launches."""
     model = target(2, torch.bfloat16)
-    path, width = folder(tmp_path, model), 3 * model.info.hidden_size
+    path = folder(tmp_path, model)
+    width = len(EagleDrafter(path=path).feature_layers) * model.info.hidden_size
     generator = torch.Generator("cuda").manual_seed(0)
     features = torch.randn(64, width, generator=generator, device="cuda").bfloat16()
     rounds = ((1,), (1,)), ((1, 2, 3), (3, 60, 1)), ((2,), (40,)), ((3, 1), (2, 64)), ((1,), (7,))

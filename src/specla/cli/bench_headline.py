@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import lzma
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,7 +143,9 @@ def _record(
     facts = head | {"the budget's prices": run["prices"]} | _facts(done)
     text = page.page(scores, batches, found, done[MEASURE]["missing"], facts)
     target.write_text(text, encoding="utf-8")
-    note(f"appended to {results}; {target}")
+    answers = target.with_name("texts.jsonl.xz")
+    answers.write_bytes(lzma.compress((plan.work / "texts.jsonl").read_bytes()))
+    note(f"appended to {results}; {target}; {answers}")
 
 
 def _facts(done: dict[str, dict[str, Any]]) -> dict[str, object]:
