@@ -119,6 +119,7 @@ class LLM:
                 num_slots=config.max_slots,
                 max_nodes=config.max_nodes,
                 log_capacity=config.log_capacity,
+                max_path=guesser.info.max_depth + 1,
                 dtype=config.torch_dtype,
                 device=config.device,
             ),

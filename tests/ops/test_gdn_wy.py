@@ -90,6 +90,11 @@ class Case:
             if row.parents:
                 self._expect(b, row)
 
+    @property
+    def max_log(self) -> int:
+        """As short as these rows' logs allow."""
+        return max(row.log_len for row in self.rows)
+
     def entry(self, row: Row, j: int) -> int:
         """Of the log."""
         if j < row.ring_len:
@@ -188,13 +193,13 @@ class Case:
         factors = Factors(*map(move, self.layer.factors))
         layer = self.layer._replace(S=move(self.layer.S), factors=factors)
         work, rnd = Workspace(*map(move, self.work)), DeviceRound(*map(move, self.round()))
-        form = ClosedForm.allocate(self.shape, len(self.rows), self.Nmax, self.R, DEVICE)
+        form = ClosedForm.allocate(self.shape, len(self.rows), self.Nmax, self.max_log, DEVICE)
 
         def once() -> None:
-            compile_masks(rnd, form, log_capacity=self.R)
+            compile_masks(rnd, form, log_capacity=self.R, max_log=self.max_log)
             walk_wy(
                 layer, rnd, work, form, shape=self.shape, log_capacity=self.R,
-                threshold=self.threshold, tile=tile, pdl=pdl,
+                max_log=self.max_log, threshold=self.threshold, tile=tile, pdl=pdl,
             )  # fmt: skip
 
         once()
@@ -260,9 +265,10 @@ def chain(count: int) -> tuple[int, ...]:
 def test_ancestors(size: int) -> None:
     trees = [random_parents(i, size, reach) for i, reach in enumerate((1, 3, size))]
     case = Case([Row(parents=t) for t in trees] + [Row(parents=())], shape(), nodes=size)
-    form = ClosedForm.allocate(case.shape, 4, size, case.R, DEVICE)
+    form = ClosedForm.allocate(case.shape, 4, size, case.max_log, DEVICE)
     out = form.ancestors.fill_(77)
-    compile_masks(DeviceRound(*(t.to(DEVICE) for t in case.round())), form, log_capacity=case.R)
+    rnd = DeviceRound(*(t.to(DEVICE) for t in case.round()))
+    compile_masks(rnd, form, log_capacity=case.R, max_log=case.max_log)
     for tree, bits in zip(trees, out.cpu().unflatten(0, (4, size)), strict=False):
         mask = (bits[:, None] >> torch.arange(size)) & 1
         assert torch.equal(mask.bool(), ancestors(tree))

@@ -30,8 +30,9 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from specla.ops.gdn import triton_wy_fused as fused  # noqa: E402
 from specla.ops.gdn import triton_wy_heads, triton_wy_operands  # noqa: E402
 from specla.ops.gdn.triton_wy import compile_masks  # noqa: E402
-from specla.ops.gdn.triton_wy_form import ClosedForm, log_width  # noqa: E402
+from specla.ops.gdn.triton_wy_form import ClosedForm  # noqa: E402
 from specla.ops.gdn.triton_wy_operands import COLUMNS, ROWS  # noqa: E402
+from specla.ops.gdn.triton_wy_solve import BLOCK  # noqa: E402
 
 FILES = [Path(m.__file__) for m in (triton_wy_operands, triton_wy_heads, fused)]
 SHARED = 228 * 1024 // 2 - 1024  # bytes that each of two programs may have
@@ -69,10 +70,10 @@ def on_numpy(p: Problem, layer: LayerState, programs: int, whole: bool) -> Tenso
     """o [B, N, G, V]; the layer is changed in place."""
     case, s, rnd = p.case, p.shape, p.round
     rows, nodes = rnd.parents.shape
-    form = ClosedForm.allocate(s, rows, case.max_nodes, case.log_capacity, "cpu")
-    compile_masks(rnd, form, log_capacity=case.log_capacity)
+    form = ClosedForm.allocate(s, rows, case.max_nodes, BLOCK, "cpu")
+    compile_masks(rnd, form, log_capacity=case.log_capacity, max_log=BLOCK)
     o = torch.full((rows * nodes, s.num_value_heads, s.value_dim), NAN)
-    w, log = p.weights, log_width(case.log_capacity, case.max_nodes)
+    w = p.weights
     run(
         FILES, "_fused_kernel", programs, layer.S.view(-1, s.key_dim),
         [
@@ -86,8 +87,8 @@ def on_numpy(p: Problem, layer: LayerState, programs: int, whole: bool) -> Tenso
         ],
         {
             "H": s.num_key_heads, "G": s.num_value_heads, "K": s.key_dim, "V": s.value_dim,
-            "W": s.conv_width, "STRIDE": p.y.stride(0), "LOG": log, "AHEAD": 2,
-            "WHOLE": whole, "PDL": True,
+            "W": s.conv_width, "STRIDE": p.y.stride(0), "AHEAD": 2, "WHOLE": whole,
+            "PDL": True,
         },
         ASSEMBLY,
     )  # fmt: skip
@@ -170,16 +171,17 @@ def test_on_a_device(folds: bool) -> None:
     p = Problem(case, num_layers=1, device=torch.device("cuda"))
     sizes = [(7 * b + case.num_nodes) % (case.num_nodes + 1) for b in range(24)]
     p.round.num_nodes.copy_(torch.tensor(sizes))
-    form = ClosedForm.allocate(s, 24, case.max_nodes, case.log_capacity, p.device)
-    compile_masks(p.round, form, log_capacity=case.log_capacity)
-    w, log = p.weights, log_width(case.log_capacity, case.max_nodes)
+    form = ClosedForm.allocate(s, 24, case.max_nodes, BLOCK, p.device)
+    compile_masks(p.round, form, log_capacity=case.log_capacity, max_log=BLOCK)
+    w = p.weights
     runs = []
     for tile in (fused.FusedTile(), fused.FusedTile(1, 2), fused.FusedTile(2, 0, True)):
         layer = p.fresh_layer()
         o = torch.full((p.num_nodes, s.num_value_heads, s.value_dim), NAN, device=p.device)
         fused.launch(
-            layer, p.round, p.y, w.taps, w.A, w.dt_bias, o, form, shape=s, log=log,
-            log_capacity=case.log_capacity, threshold=case.threshold, tile=tile, pdl=True,
+            layer, p.round, p.y, w.taps, w.A, w.dt_bias, o, form, shape=s,
+            log_capacity=case.log_capacity, max_log=BLOCK, threshold=case.threshold,
+            tile=tile, pdl=True,
         )  # fmt: skip
         check(p, sizes, layer, o.unflatten(0, (24, -1)))
         runs.append((o.nan_to_num(7), layer.S, *layer.factors))
@@ -190,7 +192,7 @@ def test_on_a_device(folds: bool) -> None:
 def compiled(whole: bool) -> Any:
     kernel, s = fused._fused_kernel, shape(16, 32)
     meta = {"H": 16, "G": 32, "K": 128, "V": 128, "W": 4, "STRIDE": s.conv_channels + 64}
-    meta |= {"LOG": 32, "AHEAD": 0, "WHOLE": whole, "PDL": True}
+    meta |= {"AHEAD": 0, "WHOLE": whole, "PDL": True}
     names = kernel.arg_names
     types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in names}
     types |= dict.fromkeys(meta, "constexpr") | {"beta_scale": "fp32", "ancestors_ptr": "*i64"}
@@ -227,14 +229,13 @@ def test_compiles_for_hopper(tmp_path: Path, whole: bool) -> None:
 
 def test_where_it_is_used() -> None:
     s = shape(16, 32)
-    assert fused.fits(s, 16, 16, 0)
-    assert fused.fits(s, 8, 8, 8)
-    assert not fused.fits(s, 17, 16, 0)
-    assert not fused.fits(s, 16, 16, 1)
+    assert fused.fits(s, 16, 16)
+    assert not fused.fits(s, 17, 16)
+    assert not fused.fits(s, 16, 17)
     for other in (shape(8, 8), shape(16, 32, 256, 256), shape(16, 32, 128, 64)):
-        assert not fused.fits(other, 16, 16, 0)
+        assert not fused.fits(other, 16, 16)
     p = Problem(FOLDED, num_layers=1, device=torch.device("cpu"))
-    assert not fused.pays(s, p.round, p.y, 0)
+    assert not fused.pays(s, p.round, p.y, 16)
 
 
 def test_where_it_was_slower_three_kernels_stay() -> None:

@@ -252,6 +252,20 @@ def test_a_tree_beyond_the_bank_is_refused_before_anything_moves() -> None:
     assert repr(state.logs[slot]) == log
 
 
+def test_a_path_beyond_what_there_is_room_for_is_refused() -> None:
+    """What a log can come to is known beforehand: one path more than a fold is due for."""
+    state = new_state(max_path=3)
+    assert state.max_log == 8 + 3
+    assert new_state().max_log == new_state(max_path=9).max_log == 8 + 6
+    slot = admit(state)
+    deep, before = DraftTree.chain(7, [1, 2, 3]), snapshot(state, slot)
+    with pytest.raises(CapacityExceeded, match=rf"3 nodes \(max_path\), slot {slot}'s .* of 4"):
+        state.begin([slot], [deep])
+    assert unchanged(state, slot, before)
+    play(state, [slot], [bushy(7)], [(0, 2, 4)])
+    state.check_integrity()
+
+
 def test_more_sequences_than_slots_are_refused() -> None:
     state = new_state(num_slots=1)
     state.acquire()
@@ -269,6 +283,7 @@ def test_more_sequences_than_slots_are_refused() -> None:
         ({"log_capacity": -1}, "log_capacity"),
         ({"fold_threshold": -1}, "fold_threshold"),
         ({"fold_threshold": 9}, "fold_threshold"),
+        ({"max_path": 0}, "max_path"),
     ],
 )
 def test_sizes_out_of_range(sizes: dict[str, int], name: str) -> None:

@@ -106,6 +106,11 @@ class Case:
         return self.ring_len + len(self.path)
 
     @property
+    def max_log(self) -> int:
+        """Most entries of a log in an engine whose trees are as deep."""
+        return self.log_capacity + max(depth_of(self.parents) + 1, len(self.path))
+
+    @property
     def fold_due(self) -> bool:
         """Whether this verify writes S."""
         return self.log_len > self.threshold

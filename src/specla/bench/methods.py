@@ -185,9 +185,11 @@ def fast(*, pdl: bool = True, with_prepare: bool = True) -> Method:
     def build(problem: Problem) -> Runner:
         launch, case = Launch.bind(problem, pdl=pdl), problem.case
         form = ClosedForm.allocate(
-            case.shape, case.num_rows, case.max_nodes, case.log_capacity, problem.device
+            case.shape, case.num_rows, case.max_nodes, case.max_log, problem.device
         )
-        triton_wy.compile_masks(problem.round, form, log_capacity=case.log_capacity)
+        triton_wy.compile_masks(
+            problem.round, form, log_capacity=case.log_capacity, max_log=case.max_log
+        )
 
         def verify(layer: LayerState) -> None:
             triton_wy.walk_wy(
@@ -197,6 +199,7 @@ def fast(*, pdl: bool = True, with_prepare: bool = True) -> Method:
                 form,
                 shape=case.shape,
                 log_capacity=case.log_capacity,
+                max_log=case.max_log,
                 threshold=case.threshold,
                 pdl=pdl,
             )
@@ -214,6 +217,7 @@ def fast(*, pdl: bool = True, with_prepare: bool = True) -> Method:
                 form,
                 shape=case.shape,
                 log_capacity=case.log_capacity,
+                max_log=case.max_log,
                 threshold=case.threshold,
                 pdl=pdl,
             )

@@ -141,6 +141,7 @@ def _owned(target: Target, drafter: Drafter, nodes: int) -> Subject:
         num_slots=1,
         max_nodes=nodes,
         log_capacity=config.log_capacity,
+        max_path=drafter.info.max_depth + 1,
         dtype=config.torch_dtype,
         device=config.device,
     )

@@ -107,7 +107,7 @@ class Spending:
                 decision.detail,
                 proposed=decision.proposed[place],
                 chosen=one.tree.num_drafts,
-                depth=max(one.tree.depths()),
+                depth=one.tree.depth,
                 expected=decision.expected[place],
             )
 

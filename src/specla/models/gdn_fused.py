@@ -177,7 +177,7 @@ class FusedDecoder:
         compile_walks(rnd)
         form = self._closed_form(rnd, state) if kernel == CLOSED else None
         if form is not None:
-            wy.compile_masks(rnd, form, log_capacity=state.log_capacity)
+            wy.compile_masks(rnd, form, log_capacity=state.log_capacity, max_log=state.max_log)
         w = self.weights
         norms = [block.attn_norm for block in w.blocks[1:]] + [w.norm]
         rows.embed_norm(
@@ -201,7 +201,7 @@ class FusedDecoder:
     def _closed_form(self, rnd: DeviceRound, state: State) -> ClosedForm:
         """What the closed form works in."""
         nodes = bucket(state.max_nodes)
-        sizes = self.max_rows // nodes, nodes, state.log_capacity
+        sizes = self.max_rows // nodes, nodes, state.max_log
         if sizes not in self._forms:  # before any capture: a bucket's first call is a warm-up
             self._forms[sizes] = ClosedForm.allocate(self.shape, *sizes, rnd.tokens.device)
         return self._forms[sizes]
@@ -240,8 +240,9 @@ class FusedDecoder:
         else:
             wy.prepare_and_walk(
                 state.layers[index], rnd, *inputs, form, shape=s,
-                log_capacity=state.log_capacity, threshold=state.fold_threshold,
-                beta_scale=self._beta_scale, gate=ready, pdl=self._pdl,
+                log_capacity=state.log_capacity, max_log=state.max_log,
+                threshold=state.fold_threshold, beta_scale=self._beta_scale, gate=ready,
+                pdl=self._pdl,
             )  # fmt: skip
         columns = s.conv_channels
         gate = y[:, columns : columns + mixed.shape[1]] if self._gated else None

@@ -52,6 +52,7 @@ class State:
         max_nodes: N, most nodes of one tree, node 0 included.
         log_capacity: R, ring entries; 0 folds every round.
         fold_threshold: a fold is due when the log is longer; None means R.
+        max_path: most nodes of a tree's path, node 0 included; None: as many as a tree has.
         dtype: the activations' (conv inputs); factors and S are float32 (float64 if it is).
 
     Raises:
@@ -66,12 +67,15 @@ class State:
         max_nodes: int,
         log_capacity: int = 0,
         fold_threshold: int | None = None,
+        max_path: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         threshold = log_capacity if fold_threshold is None else fold_threshold
-        _check_sizes(num_slots, max_nodes, log_capacity, threshold)
+        longest = max_nodes if max_path is None else min(max_path, max_nodes)
+        _check_sizes(num_slots, max_nodes, log_capacity, threshold, longest)
         self.shape, self.max_nodes = shape, max_nodes
+        self.max_path = longest
         self.log_capacity, self.fold_threshold = log_capacity, threshold
         self.pool = SlotPool(num_slots)
         self.device = torch.device(device)
@@ -120,7 +124,8 @@ class State:
         device tensors, padded to a bucket.
 
         Raises:
-            CapacityExceeded: a tree has more than `max_nodes` nodes.
+            CapacityExceeded: a tree has more than `max_nodes` nodes, or a longer path than
+                `max_path`.
         """
         self.check_round(slots, trees)
         logs = [self.logs[slot] for slot in slots]
@@ -138,7 +143,8 @@ class State:
         """What `begin` asks of its arguments.
 
         Raises:
-            CapacityExceeded: a tree has more than `max_nodes` nodes.
+            CapacityExceeded: a tree has more than `max_nodes` nodes, or a longer path than
+                `max_path`.
         """
         assert slots, "a round needs at least one row"
         assert len(set(slots)) == len(slots) == len(trees), "one row per slot"
@@ -148,6 +154,12 @@ class State:
                 raise CapacityExceeded(
                     f"a tree may have {self.max_nodes} nodes (max_nodes), slot {slot}'s has "
                     f"{tree.num_nodes}; draft less or raise max_nodes"
+                )
+            if tree.num_nodes > self.max_path <= tree.depth:
+                raise CapacityExceeded(
+                    f"a path may have {self.max_path} nodes (max_path), slot {slot}'s tree has "
+                    f"one of {tree.depth + 1}; draft less deep, or have the drafter's "
+                    "info.max_depth say how deep it goes"
                 )
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -204,6 +216,7 @@ class State:
         for slot, log in enumerate(self.logs):
             assert log.durable_len + log.log_len == log.committed_len
             assert 0 <= log.ring_len <= self.log_capacity
+            assert len(log.path) <= self.max_path
             assert all(0 <= node < self.max_nodes for node in log.path)
             if not self.pool.in_use(slot):
                 assert log == self._new_log(), f"free slot {slot} has a log"
@@ -222,6 +235,11 @@ class State:
             candidate_conv=layers * layer.inputs[0, 0, 0].nbytes,
             total=sum(tensor[0].nbytes for tensor in self._tensors()),
         )
+
+    @property
+    def max_log(self) -> int:
+        """Most entries of a log: one more path than a fold is due for."""
+        return self.fold_threshold + self.max_path
 
     @property
     def num_entries(self) -> int:
@@ -262,11 +280,14 @@ def _slot_kernels(layers: Sequence[LayerState]) -> SlotKernels:
     return SlotKernels(layers)
 
 
-def _check_sizes(num_slots: int, max_nodes: int, capacity: int, threshold: int) -> None:
+def _check_sizes(
+    num_slots: int, max_nodes: int, capacity: int, threshold: int, longest: int
+) -> None:
     for name, value, least in (
         ("max_slots", num_slots, 1),
         ("max_nodes", max_nodes, 1),
         ("log_capacity", capacity, 0),
+        ("max_path", longest, 1),
     ):
         if value < least:
             raise ConfigError(f"{name} must be >= {least}, got {value}")

@@ -97,6 +97,11 @@ class DraftTree:
         """Every node's parent is the node before it."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
+    @property
+    def depth(self) -> int:
+        """Of the deepest node."""
+        return max(self.depths())
+
     def depths(self) -> tuple[int, ...]:
         """Depth of every node; node 0 has depth 0."""
         depths = [0] * len(self.parents)

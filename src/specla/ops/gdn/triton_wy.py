@@ -46,7 +46,7 @@ from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 from specla.ops.gdn import triton_wy_fused as fused
 from specla.ops.gdn import triton_wy_stream as stream
 from specla.ops.gdn.triton import Workspace, prepare
-from specla.ops.gdn.triton_wy_form import ClosedForm, log_width, padded
+from specla.ops.gdn.triton_wy_form import ClosedForm, padded
 from specla.ops.gdn.triton_wy_solve import (
     BLOCK,
     dot,
@@ -92,12 +92,13 @@ def pays(num_rows: int, num_nodes: int) -> bool:
     return num_nodes >= 8 and num_rows * num_nodes >= 128
 
 
-def compile_masks(rnd: DeviceRound, form: ClosedForm, *, log_capacity: int) -> None:
-    """Fill form.ancestors and form.places from the round's trees and logs; once per round."""
+def compile_masks(rnd: DeviceRound, form: ClosedForm, *, log_capacity: int, max_log: int) -> None:
+    """Fill form.ancestors and form.places from the round's trees and logs; once per round.
+    max_log: most entries of a log (`State.max_log`)."""
     num_rows, num_nodes = rnd.parents.shape
-    log = log_width(log_capacity, rnd.path.shape[1])
+    log = padded(max_log)
     assert form.ancestors.numel() >= num_rows * num_nodes, "form is for fewer rows or nodes"
-    assert form.places.numel() >= num_rows * log, "form is for fewer rows or a narrower bank"
+    assert form.places.numel() >= num_rows * log, "form is for fewer rows or shorter logs"
     mask_kernel[(num_rows,)](
         *(rnd.parents, rnd.num_nodes, rnd.bank, rnd.ring_len, rnd.path_len, rnd.path),
         *(form.ancestors, form.places, num_nodes, rnd.path.shape[1], log_capacity),
@@ -119,17 +120,18 @@ def prepare_and_walk(
     *,
     shape: RecurrentShape,
     log_capacity: int,
+    max_log: int,
     threshold: int,
     beta_scale: float = 1.0,
     gate: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """`prepare`, then `walk_wy`; or one kernel for both, which writes o alone of `workspace`."""
-    if gate is None and fused.pays(shape, rnd, y, threshold):
+    if gate is None and fused.pays(shape, rnd, y, max_log):
         fused.launch(
             layer, rnd, y, conv_taps, A, dt_bias, workspace.o, form, shape=shape,
-            log=log_width(log_capacity, rnd.path.shape[1]), log_capacity=log_capacity,
-            threshold=threshold, beta_scale=beta_scale, pdl=pdl,
+            log_capacity=log_capacity, max_log=max_log, threshold=threshold,
+            beta_scale=beta_scale, pdl=pdl,
         )  # fmt: skip
         return
     prepare(
@@ -137,8 +139,8 @@ def prepare_and_walk(
         beta_scale=beta_scale, gate=gate, pdl=pdl,
     )  # fmt: skip
     walk_wy(
-        layer, rnd, workspace, form, shape=shape, log_capacity=log_capacity, threshold=threshold,
-        pdl=pdl,
+        layer, rnd, workspace, form, shape=shape, log_capacity=log_capacity, max_log=max_log,
+        threshold=threshold, pdl=pdl,
     )  # fmt: skip
 
 
@@ -150,6 +152,7 @@ def walk_wy(
     *,
     shape: RecurrentShape,
     log_capacity: int,
+    max_log: int,
     threshold: int,
     tile: Tile | stream.StreamTile | None = None,
     pdl: bool = False,
@@ -161,17 +164,18 @@ def walk_wy(
     ring); outputs to workspace.o, u to the write bank.
 
     Args:
+        max_log: most entries of a log (`State.max_log`).
         tile: a `StreamTile` asks for the kernel of `ops.gdn.triton_wy_stream`, which is for
             Hopper. None chooses by device, shape and the round's size.
     """
     num_rows, num_nodes = rnd.parents.shape
     workspace.check(num_rows, num_nodes)
     assert num_nodes <= MAX_NODES, f"the bitsets hold {MAX_NODES} nodes, got {num_nodes}"
-    nodes, log = padded(num_nodes), log_width(log_capacity, rnd.path.shape[1])
+    nodes, log = padded(num_nodes), padded(max_log)
     fold = min(log, _fold_width(threshold))
     heads, key_heads = num_rows * shape.num_value_heads, num_rows * shape.num_key_heads
     assert form.solution.numel() >= heads * 4 * nodes * nodes, "form is for fewer rows or nodes"
-    assert form.reads.numel() >= heads * 4 * nodes * log, "form is for a narrower bank"
+    assert form.reads.numel() >= heads * 4 * nodes * log, "form is for shorter logs"
     s, factors, launch = shape, layer.factors, {"launch_pdl": True} if pdl else {}
     rows = (rnd.slot, rnd.num_nodes, rnd.bank, rnd.ring_len, rnd.path_len)
     sizes = (num_nodes, rnd.path.shape[1], factors.k.shape[1], log_capacity, threshold)

@@ -15,7 +15,7 @@ from specla.ops.gdn.triton_wy_solve import BLOCK
 
 class ClosedForm(NamedTuple):
     """What the closed form needs beside `Workspace`; flat, laid out for each round's own sizes.
-    Shared by all layers; N is padded to 16, 32 or 64 and the log's width to a power of two.
+    Shared by all layers; N is padded to 16, 32 or 64, the log to a power of two from 16 on.
 
     ancestors [B, N] int64: bit j of node i's word: j is i or above it. places [B, log] int32:
     where in the slot's store the log's entries lie. bfloat16, high pieces before low ones: per
@@ -39,14 +39,14 @@ class ClosedForm(NamedTuple):
         shape: RecurrentShape,
         num_rows: int,
         max_nodes: int,
-        log_capacity: int,
+        max_log: int,
         device: torch.device | str,
     ) -> ClosedForm:
-        """Room for num_rows trees of max_nodes nodes, the width of a bank; smaller rounds use the
-        beginning."""
+        """Room for num_rows trees of max_nodes nodes and logs of max_log entries; smaller rounds
+        use the beginning."""
         heads, nodes = num_rows * shape.num_value_heads, padded(max_nodes)
         key_heads, K = num_rows * shape.num_key_heads, shape.key_dim
-        log = log_width(log_capacity, max_nodes)
+        log = padded(max_log)
 
         def empty(size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
@@ -62,11 +62,6 @@ class ClosedForm(NamedTuple):
         )
 
 
-def padded(num_nodes: int) -> int:
-    """Nodes of a tree, to a width of matrix products."""
-    return max(BLOCK, int(triton.next_power_of_2(num_nodes)))
-
-
-def log_width(log_capacity: int, max_path: int) -> int:
-    """Entries of a row's log, padded; max_path: nodes of a bank."""
-    return max(BLOCK, int(triton.next_power_of_2(log_capacity + max_path)))
+def padded(count: int) -> int:
+    """Nodes of a tree, or entries of a log, to a width of matrix products."""
+    return max(BLOCK, int(triton.next_power_of_2(count)))

@@ -17,9 +17,7 @@ Roundings differ from those kernels' by approximated exponentials: k, u, o and S
 the reference, their bits are not the same. A row's bits do not depend on other rows.
 
 Takes two value heads a key head, states of 128 x 128, up to 16 nodes and logs of up to 16 entries
-(`fits`), which is so where nothing waits: a fold with every round. Engines let logs grow to 16
-entries beside a path of up to 16, so it is not used (`USED`), though it is faster: paths would
-have to be bounded by the trees' depth, and logs be folded from 8 entries on.
+(`fits`): folded from 9 on, with paths of up to 8 nodes.
 
 Source: as `ops.gdn.triton_wy`.
 """
@@ -90,16 +88,15 @@ class FusedTile(NamedTuple):
     whole: bool = True
 
 
-def fits(shape: RecurrentShape, num_nodes: int, max_path: int, threshold: int) -> bool:
-    """Whether the kernel can do it. max_path: the bank's width. A log has at most threshold
-    entries in the ring and max_path in the bank."""
+def fits(shape: RecurrentShape, num_nodes: int, max_log: int) -> bool:
+    """Whether the kernel can do it."""
     s = shape
     return (
         s.key_dim == s.value_dim == 128
         and s.num_value_heads == 2 * s.num_key_heads
         and s.conv_width == 4
         and num_nodes <= BLOCK
-        and threshold + max_path <= BLOCK
+        and max_log <= BLOCK
     )
 
 
@@ -112,11 +109,11 @@ def pays(
     shape: RecurrentShape,
     rnd: DeviceRound,
     y: Tensor,
-    threshold: int,
+    max_log: int,
 ) -> bool:
     """Whether it is used and fits, on the device that it is for, where it was faster."""
     num_rows, num_nodes = rnd.parents.shape
-    if not USED or not fits(shape, num_nodes, rnd.path.shape[1], threshold):
+    if not USED or not fits(shape, num_nodes, max_log):
         return False
     if not is_hopper(y.device) or knobs.runtime.interpret or y.dtype != torch.bfloat16:
         return False
@@ -134,8 +131,8 @@ def launch(
     form: ClosedForm,
     *,
     shape: RecurrentShape,
-    log: int,
     log_capacity: int,
+    max_log: int,
     threshold: int,
     beta_scale: float = 1.0,
     tile: FusedTile | None = None,
@@ -143,15 +140,14 @@ def launch(
 ) -> None:
     """Run the kernel over what `prepare` and `walk_wy` are given.
 
-    o: the workspace's. form: its masks are compiled.
-    log: its logs' width (`triton_wy_form.log_width`).
+    o: the workspace's. form: its masks are compiled. max_log: most entries of a log.
     """
     s, tile = shape, tile or FusedTile()
     num_rows, num_nodes = rnd.parents.shape
     num_path = rnd.path.shape[1]
-    assert fits(s, num_nodes, num_path, threshold), (
-        "takes two value heads a key head, states of 128 x 128, 16 nodes, threshold + bank of 16 "
-        f"entries at most; got {s}, {num_nodes} nodes, {threshold} + {num_path}"
+    assert fits(s, num_nodes, max_log), (
+        "takes two value heads a key head, states of 128 x 128, 16 nodes, logs of 16 entries at "
+        f"most; got {s}, {num_nodes} nodes, {max_log} entries"
     )
     assert y.dtype == torch.bfloat16, f"projections must be bfloat16, got {y.dtype}"
     need = num_rows * num_nodes
@@ -159,7 +155,7 @@ def launch(
     assert len(o) >= need, f"o must have {need} rows, one per node; it has {len(o)}"
     assert 2 * s.key_dim // COLUMNS == STAGES, "the ring must hold two tiles"
     units = num_rows * s.num_key_heads
-    assert form.places.numel() >= num_rows * log, "form is for fewer rows or a narrower bank"
+    assert form.places.numel() >= num_rows * BLOCK, "form is for fewer rows"
     layout = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float32)
     S_blocks = TensorDescriptor.from_tensor(layer.S.view(-1, s.key_dim), [ROWS, COLUMNS], layout)
     _fused_kernel[(min(processors(y.device) * tile.programs, units),)](
@@ -174,7 +170,6 @@ def launch(
         V=s.value_dim,
         W=s.conv_width,
         STRIDE=y.stride(0),
-        LOG=log,
         AHEAD=tile.ahead,
         WHOLE=tile.whole,
         PDL=pdl,
@@ -212,7 +207,7 @@ def _ask_state(
 @gluon.jit
 def _ask_log(
     unit, last, k_ptr, u_ptr, places_ptr, slot_ptr, ring_len_ptr, path_len_ptr, num_entries,
-    H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, LOG: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     """A unit's log into L2."""
     lines: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
@@ -225,7 +220,7 @@ def _ask_log(
     j = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(1, lines)))
     line = gl.arange(0, 16, layout=gl.SliceLayout(0, lines))[None, :]
     known = (j < log_len) & here
-    entry = slot * num_entries + gl.load(places_ptr + (b * LOG + j), mask=known, other=0)
+    entry = slot * num_entries + gl.load(places_ptr + (b * _N + j), mask=known, other=0)
     k_at = k_ptr + ((entry[:, None] * H + key_head) * K + line * 32)
     u_at = u_ptr + (entry[:, None] * (G * V) + key_head * (2 * V) + (line * 32 - K))
     there = known[:, None] & (line < (K + 2 * V) // 32)
@@ -385,8 +380,7 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     slot_ptr, num_nodes_ptr, parents_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr,
     num_units, num_columns, num_path, num_entries, log_capacity, threshold, beta_scale,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
-    STRIDE: gl.constexpr, LOG: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr,
-    PDL: gl.constexpr,
+    STRIDE: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Program i of P: units (row, key head) i / P to (i + 1) / P of all, in order."""
     C: gl.constexpr = 2 * H * K + G * V
@@ -425,7 +419,7 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     _ask_state(first, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
     _ask_log(
         first, last, k_ptr, u_ptr, places_ptr, slot_ptr, ring_len_ptr, path_len_ptr, num_entries,
-        H, G, K, V, LOG,
+        H, G, K, V,
     )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -455,7 +449,7 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
                 y_ptr + m * STRIDE + (STRIDE - 2 * G + 2 * key_head), A_ptr + 2 * key_head,
                 dt_bias_ptr + 2 * key_head,
             )  # fmt: skip
-            places_at = places_ptr + b * LOG
+            places_at = places_ptr + b * _N
             u_at = u_ptr + slot * num_entries * (G * V)
             if unit > first:
                 _ask_state(unit, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
