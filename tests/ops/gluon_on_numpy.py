@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 F32, BF16, I32, I64, BOOL, POINTER = "f32", "bf16", "i32", "i64", "bool", "pointer"
+BYTES = {F32: 4, BF16: 2}
 KINDS = {F32: np.float32, BF16: np.float32, I32: np.int32, I64: np.int64, BOOL: np.bool_}
 KINDS[POINTER] = np.int64
 DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.int32: I32, torch.int64: I64}
@@ -137,25 +138,39 @@ class Memory:
 
 
 class Shared:
-    """A buffer in shared memory, or barriers."""
+    """A buffer in shared memory, or barriers. memory: by kind, what lies in the same place; what
+    is stored as one kind is lost as another."""
 
-    def __init__(self, data: Array, kind: str, barriers: list[Barrier] | None = None) -> None:
+    def __init__(
+        self,
+        data: Array,
+        kind: str,
+        barriers: list[Barrier] | None = None,
+        memory: dict[str, Array] | None = None,
+    ) -> None:
         self.data, self.kind, self.barriers = data, kind, barriers or []
+        self.memory = {kind: data} if memory is None else memory
 
     shape = property(lambda self: self.data.shape)
     layout = None
 
     def index(self, i: Any) -> Shared:
-        return Shared(self.data[int(i)], self.kind, self.barriers[int(i) : int(i) + 1])
+        one = self.barriers[int(i) : int(i) + 1]
+        return Shared(self.data[int(i)], self.kind, one, self.memory)
 
     def permute(self, order: Sequence[int]) -> Shared:
-        return Shared(self.data.transpose(order), self.kind)
+        return Shared(self.data.transpose(order), self.kind, memory=self.memory)
 
     def reinterpret(self, kind: str, shape: Sequence[int], layout: object) -> Shared:
-        assert kind == self.kind
-        data = self.data.view()
+        data = self.data
+        if kind != self.kind:
+            whole = self.memory[self.kind]
+            assert whole.size == data.size, "a part, as another kind"
+            count = whole.size * BYTES[self.kind] // BYTES[kind]
+            data = self.memory.setdefault(kind, np.full(count, np.nan, np.float32))
+        data = data.view()
         data.shape = tuple(shape)  # fails where it would copy
-        return Shared(data, kind)
+        return Shared(data, kind, memory=self.memory)
 
     def load(self, layout: object) -> Value:
         return Value(self.data.copy(), self.kind)
@@ -163,6 +178,9 @@ class Shared:
     def store(self, x: Value) -> None:
         assert (x.kind, x.shape) == (self.kind, self.shape)
         self.data[...] = x.data
+        for kind, other in self.memory.items():
+            if kind != self.kind:
+                other[...] = np.nan
 
 
 class Barrier:

@@ -35,7 +35,12 @@ from specla.ops.gdn.triton_wy_operands import COLUMNS, ROWS  # noqa: E402
 from specla.ops.gdn.triton_wy_solve import BLOCK  # noqa: E402
 
 FILES = [Path(m.__file__) for m in (triton_wy_operands, triton_wy_heads, fused)]
-SHARED = 228 * 1024 // 2 - 1024  # bytes that each of two programs may have
+SHARED = 228 * 1024  # bytes of a multiprocessor; 1 KiB of each program's is not its own
+TILES = (
+    fused.FusedTile(),
+    fused.FusedTile(whole=False),
+    fused.FusedTile(programs=3, whole=False, stages=2, registers=168),
+)
 NAN = float("nan")
 LIMIT = 1e-4
 """Of norms. The closed form's errors are 2e-5; an element of q, k or v that is rounded to bfloat16
@@ -87,8 +92,8 @@ def on_numpy(p: Problem, layer: LayerState, programs: int, whole: bool) -> Tenso
         ],
         {
             "H": s.num_key_heads, "G": s.num_value_heads, "K": s.key_dim, "V": s.value_dim,
-            "W": s.conv_width, "STRIDE": p.y.stride(0), "AHEAD": 2, "WHOLE": whole,
-            "PDL": True,
+            "W": s.conv_width, "STRIDE": p.y.stride(0), "STAGES": 4 if whole else 2,
+            "AHEAD": 2, "WHOLE": whole, "PDL": True,
         },
         ASSEMBLY,
     )  # fmt: skip
@@ -175,7 +180,7 @@ def test_on_a_device(folds: bool) -> None:
     compile_masks(p.round, form, log_capacity=case.log_capacity, max_log=BLOCK)
     w = p.weights
     runs = []
-    for tile in (fused.FusedTile(), fused.FusedTile(1, 2), fused.FusedTile(2, 0, True)):
+    for tile in (fused.FusedTile(), fused.FusedTile(1, 2), *TILES):
         layer = p.fresh_layer()
         o = torch.full((p.num_nodes, s.num_value_heads, s.value_dim), NAN, device=p.device)
         fused.launch(
@@ -189,10 +194,10 @@ def test_on_a_device(folds: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
-def compiled(whole: bool) -> Any:
+def compiled(tile: fused.FusedTile) -> Any:
     kernel, s = fused._fused_kernel, shape(16, 32)
     meta = {"H": 16, "G": 32, "K": 128, "V": 128, "W": 4, "STRIDE": s.conv_channels + 64}
-    meta |= {"AHEAD": 0, "WHOLE": whole, "PDL": True}
+    meta |= {"STAGES": tile.stages, "AHEAD": 0, "WHOLE": tile.whole, "PDL": True}
     names = kernel.arg_names
     types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in names}
     types |= dict.fromkeys(meta, "constexpr") | {"beta_scale": "fp32", "ancestors_ptr": "*i64"}
@@ -205,17 +210,19 @@ def compiled(whole: bool) -> Any:
     aligned = {(places[n],): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}
     source = GluonASTSource(kernel, types, {(places[n],): v for n, v in meta.items()}, aligned)
     options = {"num_warps": fused.WARPS, "launch_pdl": True, "enable_fp_fusion": True}
+    if tile.registers:
+        options["maxnreg"] = tile.registers
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True])
-def test_compiles_for_hopper(tmp_path: Path, whole: bool) -> None:
-    """S is asked for before the wait; two programs fit a multiprocessor; few spills."""
-    kernel = compiled(whole)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_compiles_for_hopper(tmp_path: Path, tile: fused.FusedTile) -> None:
+    """S is asked for before the wait; the programs fit a multiprocessor; few spills."""
+    kernel = compiled(tile)
     ptx = kernel.asm["ptx"]
     assert ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
-    assert kernel.metadata.shared <= SHARED
+    assert kernel.metadata.shared <= SHARED // tile.programs - 1024
     source = tmp_path / "kernel.ptx"
     source.write_text(ptx)
     command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source)]
@@ -224,7 +231,7 @@ def test_compiles_for_hopper(tmp_path: Path, whole: bool) -> None:
     )
     lines = (told.stdout + told.stderr).splitlines()
     spilt = next(line for line in lines if "spill stores" in line)
-    assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= 128, spilt
+    assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= 256, spilt
 
 
 def test_where_it_is_used() -> None:

@@ -74,18 +74,21 @@ LEAST_NODES, LEAST_UNITS = 9, 128
 18.8 / 20.8 (16 units: no program has another unit to be ahead of), 64 chains of 8 nodes 99.1 /
 106.5 and 64 trees of 8 nodes 139.8 / 144.1 (a head costs the same for half the nodes)."""
 WARPS = 4
-_ROWS, _COLUMNS, _STAGES = gl.constexpr(ROWS), gl.constexpr(COLUMNS), gl.constexpr(STAGES)
+_ROWS, _COLUMNS = gl.constexpr(ROWS), gl.constexpr(COLUMNS)
 _N = gl.constexpr(BLOCK)
 
 
 class FusedTile(NamedTuple):
-    """programs: per multiprocessor, which has room for two. ahead: tiles of a unit's four that are
-    asked into L2 when it begins (0 was faster than 2, by 8 us of 131). whole: S is asked for by
-    tiles, not by pieces (2 us). Speed, never bits."""
+    """programs: per multiprocessor, which has room for two, or for three with 2 stages and 168
+    registers. ahead: tiles of a unit's four that are asked into L2 when it begins (0 was faster
+    than 2, by 8 us of 131). whole: S is asked for by tiles, not by pieces (2 us). stages: pieces
+    of the ring. registers: of a thread, at most; 0: as many as there are. Speed, never bits."""
 
     programs: int = 2
     ahead: int = 0
     whole: bool = True
+    stages: int = STAGES
+    registers: int = 0
 
 
 def fits(shape: RecurrentShape, num_nodes: int, max_log: int) -> bool:
@@ -153,7 +156,8 @@ def launch(
     need = num_rows * num_nodes
     assert len(y) >= need, f"y must have {need} rows, one per node; it has {len(y)}"
     assert len(o) >= need, f"o must have {need} rows, one per node; it has {len(o)}"
-    assert 2 * s.key_dim // COLUMNS == STAGES, "the ring must hold two tiles"
+    two_tiles = 2 * s.key_dim // COLUMNS
+    assert tile.stages == two_tiles or not tile.whole, "the ring must hold two tiles"
     units = num_rows * s.num_key_heads
     assert form.places.numel() >= num_rows * BLOCK, "form is for fewer rows"
     layout = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float32)
@@ -170,10 +174,12 @@ def launch(
         V=s.value_dim,
         W=s.conv_width,
         STRIDE=y.stride(0),
+        STAGES=tile.stages,
         AHEAD=tile.ahead,
         WHOLE=tile.whole,
         PDL=pdl,
         num_warps=WARPS,
+        **({"maxnreg": tile.registers} if tile.registers else {}),
         **overlap(pdl),
     )
 
@@ -255,9 +261,9 @@ def _stream(
         u_high, u_low = pieces(late * fades.load(gl.SliceLayout(0, left))[None, :])
         fade = ends.load(gl.SliceLayout(0, wide))[None, :]
     for c in gl.static_range(K // _COLUMNS):
-        s = (q + c) % _STAGES
+        s = (q + c) % ss.shape[0]
         if not WHOLE:
-            after = q + (c + _STAGES - 1)
+            after = q + (c + ss.shape[0] - 1)
             place = place_of(tiles, after, G, K, V)
         wait_for(full, q + c)
         S = ss.index(s).load(state_layout())
@@ -380,7 +386,8 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     slot_ptr, num_nodes_ptr, parents_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr,
     num_units, num_columns, num_path, num_entries, log_capacity, threshold, beta_scale,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
-    STRIDE: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr, PDL: gl.constexpr,
+    STRIDE: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Program i of P: units (row, key head) i / P to (i + 1) / P of all, in order."""
     C: gl.constexpr = 2 * H * K + G * V
@@ -394,7 +401,7 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE, _N], gl.bfloat16)
     first = gl.program_id(0) * num_units // gl.num_programs(0)
     last = (gl.program_id(0) + 1) * num_units // gl.num_programs(0)
-    ss = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS, _COLUMNS], S_blocks.layout)
+    ss = gl.allocate_shared_memory(gl.float32, [STAGES, _ROWS, _COLUMNS], S_blocks.layout)
     xs = gl.allocate_shared_memory(bf16, [2 * PIECES, WIDE, _COLUMNS], x_layout)
     es = gl.allocate_shared_memory(bf16, [2 * PIECES, _N, _COLUMNS], e_layout)
     solution = gl.allocate_shared_memory(bf16, [4, WIDE, _N], s_layout)
@@ -406,14 +413,14 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     decays = gl.allocate_shared_memory(gl.float32, [2, WIDE], row_layout)
     fades = gl.allocate_shared_memory(gl.float32, [2, _N], row_layout)
     ends = gl.allocate_shared_memory(gl.float32, [2, 1], row_layout)
-    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bar)
-    for s in gl.static_range(_STAGES):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
     fence_async_shared()
     barrier()
     ring = (S_blocks, ss, full)
     tiles = (first * TILES, last * TILES, slot_ptr)
-    for s in gl.static_range(_STAGES if WHOLE else _STAGES - 1):
+    for s in gl.static_range(STAGES if WHOLE else STAGES - 1):
         ask(ring, s, place_of(tiles, s, G, K, V))
     # Log and state are older than this round.
     _ask_state(first, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
@@ -482,6 +489,6 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
                     piece = q + (t * PIECES + c)
                     wait_for(full, piece)
                     if not WHOLE:
-                        after = piece + (_STAGES - 1)
+                        after = piece + (STAGES - 1)
                         barrier()
                         ask(ring, after, place_of(tiles, after, G, K, V))

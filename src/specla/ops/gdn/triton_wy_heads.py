@@ -375,11 +375,11 @@ def _systems(
     A = decay * gl.convert_layout(beta, rows)[:, :, None] * kk[None, :, :]
     P = decay * qk[None, :, :]
     AP = gl.join(A, P).reshape([2, _N, _N // 2, 2, 2]).permute((1, 2, 0, 3, 4))
-    coefficients = gl.allocate_shared_memory(gl.float32, [_N * _N, 4], plain())
+    coefficients = viewed(reads, gl.float32, [_N * _N, 4], plain())
     coefficients.store(AP.reshape([_N * _N, 4]))
     qe, ke = _scores(xe, scratch)
-    solved = gl.allocate_shared_memory(gl.float32, [2 * _N, 2 * _N], plain())
-    pairs = viewed(coefficients, gl.float32, [_N * _N // 2, 2, 4], plain())
+    solved = viewed(solution, gl.float32, [2 * _N, 2 * _N], plain())
+    pairs = viewed(reads, gl.float32, [_N * _N // 2, 2, 4], plain())
     solved.store(_substitute(pairs, gl.convert_layout(beta, line_layout())))
 
     reach = gl.exp(total[:, :, None] + left[:, None, :])
@@ -417,28 +417,27 @@ def make_operands(
     v_at = 2 * H * K + key_head * (2 * V) + column
     if another:
         _ask_next(origins, place, log_k, log_u, n, log_len, key_head + 1, H, G, K, V)
-    # Three tiles are in flight: more have no room in registers.
+    # Two tiles are in flight: more have no room in registers.
     q0 = _raw(origins, taps_ptr, q_at, mask, C)
     q1 = _raw(origins, taps_ptr, q_at + _COLUMNS, mask, C)
+    inputs_at = inputs_out + node[:, None] * C
+    at = inputs_at + q_at[None, :]
+    gl.store(at, q0[3], mask=mask)
+    xq0 = _convolved(q0)
     k0 = _raw(origins, taps_ptr, q_at + H * K, mask, C)
+    gl.store(at + _COLUMNS, q1[3], mask=mask)
+    xq1 = _convolved(q1)
+    k1 = _raw(origins, taps_ptr, q_at + (H * K + _COLUMNS), mask, C)
+    gl.store(at + H * K, k0[3], mask=mask)
+    xk0 = _convolved(k0)
     known = (node < log_len)[:, None] & all_of_it
     e_at = log_k + (place[:, None] * (H * K) + column[None, :])
     e0 = gl.load(e_at, mask=known, other=0.0)
     e1 = gl.load(e_at + _COLUMNS, mask=known, other=0.0)
     log_g = _log_gates(g_ptr, places_ptr, ring_len, log_len, end, G)
-    inputs_at = inputs_out + node[:, None] * C
-    at = inputs_at + q_at[None, :]
-    gl.store(at, q0[3], mask=mask)
-    xq0 = _convolved(q0)
-    k1 = _raw(origins, taps_ptr, q_at + (H * K + _COLUMNS), mask, C)
-    gl.store(at + _COLUMNS, q1[3], mask=mask)
-    xq1 = _convolved(q1)
-    v0 = _raw(origins, taps_ptr, v_at, mask, C)
-    gl.store(at + H * K, k0[3], mask=mask)
-    xk0 = _convolved(k0)
-    v1 = _raw(origins, taps_ptr, v_at + _COLUMNS, mask, C)
     gl.store(at + (H * K + _COLUMNS), k1[3], mask=mask)
     xk1 = _convolved(k1)
+    v0 = _raw(origins, taps_ptr, v_at, mask, C)
     norm_q = (K**-0.5 / gl.sqrt(_sum(xq0 * xq0 + xq1 * xq1, axis=1) + 1e-6))[:, None]
     norm_k = (1.0 / gl.sqrt(_sum(xk0 * xk0 + xk1 * xk1, axis=1) + 1e-6))[:, None]
     xk0 *= norm_k
@@ -453,13 +452,14 @@ def make_operands(
         ring_at = log_k + (node[:, None] * (H * K) + column[None, :])
         gl.store(ring_at, e0, mask=moving)
         gl.store(ring_at + _COLUMNS, e1, mask=moving)
-    v2 = _raw(origins, taps_ptr, v_at + 2 * _COLUMNS, mask, C)
+    v1 = _raw(origins, taps_ptr, v_at + _COLUMNS, mask, C)
     at = inputs_at + v_at[None, :]
     gl.store(at, v0[3], mask=mask)
     of_v0 = _convolved(v0).to(gl.bfloat16)
-    v3 = _raw(origins, taps_ptr, v_at + 3 * _COLUMNS, mask, C)
+    v2 = _raw(origins, taps_ptr, v_at + 2 * _COLUMNS, mask, C)
     gl.store(at + _COLUMNS, v1[3], mask=mask)
     of_v1 = _convolved(v1).to(gl.bfloat16)
+    v3 = _raw(origins, taps_ptr, v_at + 3 * _COLUMNS, mask, C)
     gl.store(at + 2 * _COLUMNS, v2[3], mask=mask)
     gl.store(at + 3 * _COLUMNS, v3[3], mask=mask)
     of_v23 = gl.join(_convolved(v2).to(gl.bfloat16), _convolved(v3).to(gl.bfloat16))

@@ -92,7 +92,7 @@ def ask(ring, q, place):
     """Piece q on its way into the ring. An idle row's too: it has a slot, if only the first."""
     S_blocks, ss, full = ring
     row, column, here = place
-    s = q % _STAGES
+    s = q % ss.shape[0]
     mbarrier.expect(full.index(s), 4 * _ROWS * _COLUMNS, pred=here)
     load_block(S_blocks, [row, column], full.index(s), ss.index(s), pred=here)
 
@@ -100,7 +100,8 @@ def ask(ring, q, place):
 @gluon.jit
 def wait_for(full, q):
     """Piece q is here."""
-    mbarrier.wait(full.index(q % _STAGES), (q // _STAGES) & 1)
+    STAGES: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(q % STAGES), (q // STAGES) & 1)
 
 
 @gluon.jit
