@@ -123,14 +123,16 @@ class Memory:
             assert (place[chosen] < len(self.buffers[i - 1])).all(), "out of bounds"
             yield self.buffers[i - 1], place[chosen], chosen
 
-    def load(self, at: Value, mask: Any = True, other: Any = np.nan) -> Value:
+    def load(
+        self, at: Value, mask: Any = True, other: Any = np.nan, eviction_policy: str = ""
+    ) -> Value:
         where, used = np.broadcast_arrays(at.data, lift(mask).data)
         found = np.full(where.shape, lift(other).data if other == other else 0, KINDS[at.target])
         for buffer, place, chosen in self._places(where, used):
             found[chosen] = buffer[place]
         return Value(found, at.target)
 
-    def store(self, at: Value, x: Any, mask: Any = True) -> None:
+    def store(self, at: Value, x: Any, mask: Any = True, eviction_policy: str = "") -> None:
         where, used, values = np.broadcast_arrays(at.data, lift(mask).data, lift(x).data)
         assert at.target == lift(x).kind, f"{lift(x).kind} stored as {at.target}"
         for buffer, place, chosen in self._places(where, used):

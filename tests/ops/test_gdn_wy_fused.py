@@ -39,7 +39,7 @@ SHARED = 228 * 1024  # bytes of a multiprocessor; 1 KiB of each program's is not
 TILES = (
     fused.FusedTile(),
     fused.FusedTile(whole=False),
-    fused.FusedTile(programs=3, whole=False, stages=2, registers=168),
+    fused.FusedTile(programs=3, whole=False, stages=2, registers=168, keep=True),
 )
 NAN = float("nan")
 LIMIT = 1e-4
@@ -93,7 +93,7 @@ def on_numpy(p: Problem, layer: LayerState, programs: int, whole: bool) -> Tenso
         {
             "H": s.num_key_heads, "G": s.num_value_heads, "K": s.key_dim, "V": s.value_dim,
             "W": s.conv_width, "STRIDE": p.y.stride(0), "STAGES": 4 if whole else 2,
-            "AHEAD": 2, "WHOLE": whole, "PDL": True,
+            "AHEAD": 2, "WHOLE": whole, "KEEP": "", "PDL": True,
         },
         ASSEMBLY,
     )  # fmt: skip
@@ -198,6 +198,7 @@ def compiled(tile: fused.FusedTile) -> Any:
     kernel, s = fused._fused_kernel, shape(16, 32)
     meta = {"H": 16, "G": 32, "K": 128, "V": 128, "W": 4, "STRIDE": s.conv_channels + 64}
     meta |= {"STAGES": tile.stages, "AHEAD": 0, "WHOLE": tile.whole, "PDL": True}
+    meta["KEEP"] = "evict_last" if tile.keep else ""
     names = kernel.arg_names
     types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in names}
     types |= dict.fromkeys(meta, "constexpr") | {"beta_scale": "fp32", "ancestors_ptr": "*i64"}

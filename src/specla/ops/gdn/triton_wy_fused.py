@@ -82,13 +82,15 @@ class FusedTile(NamedTuple):
     """programs: per multiprocessor, which has room for two, or for three with 2 stages and 168
     registers. ahead: tiles of a unit's four that are asked into L2 when it begins (0 was faster
     than 2, by 8 us of 131). whole: S is asked for by tiles, not by pieces (2 us). stages: pieces
-    of the ring. registers: of a thread, at most; 0: as many as there are. Speed, never bits."""
+    of the ring. registers: of a thread, at most; 0: as many as there are. keep: y and o stay in L2
+    if they can, past which S streams. Speed, never bits."""
 
     programs: int = 2
     ahead: int = 0
     whole: bool = True
     stages: int = STAGES
     registers: int = 0
+    keep: bool = False
 
 
 def fits(shape: RecurrentShape, num_nodes: int, max_log: int) -> bool:
@@ -177,6 +179,7 @@ def launch(
         STAGES=tile.stages,
         AHEAD=tile.ahead,
         WHOLE=tile.whole,
+        KEEP="evict_last" if tile.keep else "",
         PDL=pdl,
         num_warps=WARPS,
         **({"maxnreg": tile.registers} if tile.registers else {}),
@@ -318,7 +321,7 @@ def value_layout():
 def _tile(
     ring, tiles, q, xs, es, vs, solution, reads, decays, t, u, u_ptr, o_ptr, places,
     slot, m, n, key_head, ring_len, log_len, end, fold, candidates,
-    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WHOLE: gl.constexpr,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WHOLE: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """One tile: [ROWS, K] of S of a value head. Gives the log's u of the next one, on its way."""
     TILES: gl.constexpr = V // _ROWS
@@ -369,7 +372,7 @@ def _tile(
     apart: gl.constexpr = o.type.layout
     i = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(0, apart)))[None, :]
     at = column + rows_of(apart)
-    gl.store(o_ptr + ((m + i) * (G * V) + at), o, mask=i < n)
+    gl.store(o_ptr + ((m + i) * (G * V) + at), o, mask=i < n, eviction_policy=KEEP)
     gl.store(u_ptr + ((candidates + i) * (G * V) + at), w, mask=i < n)
     tma.store_wait(0)
     return then
@@ -387,7 +390,7 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     num_units, num_columns, num_path, num_entries, log_capacity, threshold, beta_scale,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
     STRIDE: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr,
-    PDL: gl.constexpr,
+    KEEP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Program i of P: units (row, key head) i / P to (i + 1) / P of all, in order."""
     C: gl.constexpr = 2 * H * K + G * V
@@ -468,7 +471,7 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
                 g_ptr + slot * num_entries * G + 2 * key_head, ancestors_ptr + m,
                 places_at, candidates, n, ring_len, log_len, end, key_head,
                 (unit + 1 < last) & (key_head + 1 < H), beta_scale,
-                H, G, K, V, W, STRIDE,
+                H, G, K, V, W, STRIDE, KEEP,
             )  # fmt: skip
             j = gl.arange(0, _N, layout=gl.SliceLayout(0, left_layout(WIDE)))
             places = gl.load(places_at + j, mask=j < log_len, other=0)
@@ -479,7 +482,7 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
                 u = _tile(
                     ring, tiles, q + t * PIECES, xs, es, vs, solution, reads,
                     (decays, fades, ends), t, u, u_at, o_ptr, places, slot, m, n, key_head,
-                    ring_len, log_len, end, fold, candidates, G, K, V, WHOLE,
+                    ring_len, log_len, end, fold, candidates, G, K, V, WHOLE, KEEP,
                 )  # fmt: skip
         else:
             for t in range(TILES):

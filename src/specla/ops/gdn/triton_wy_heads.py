@@ -153,11 +153,12 @@ def _origins(row, node, C: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr):
 
 
 @gluon.jit
-def _raw(origins, taps_ptr, column, mask, C: gl.constexpr):
+def _raw(origins, taps_ptr, column, mask, C: gl.constexpr, KEEP: gl.constexpr):
     """A tile's raw inputs and taps, oldest first."""
     x = ()
     for i in gl.static_range(4):
-        x += (gl.load(origins[i][:, None] + column[None, :], mask=mask, other=0.0),)
+        at = origins[i][:, None] + column[None, :]
+        x += (gl.load(at, mask=mask, other=0.0, eviction_policy=KEEP),)
     for i in gl.static_range(4):
         x += (gl.load(taps_ptr + column + i * C),)
     return x
@@ -399,7 +400,7 @@ def make_operands(
     row, xs, es, vs, solution, reads, decays, fades, ends, gates, taps_ptr, inputs_out, tail_out,
     log_k, log_u, g_ptr, ancestors_ptr, places_ptr, candidates, n, ring_len, log_len, end,
     key_head, another, beta_scale, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr,
+    V: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """What all tiles of a row and key head multiply with, in shared memory. another: whether the
     next unit is the row's next key head."""
@@ -418,16 +419,16 @@ def make_operands(
     if another:
         _ask_next(origins, place, log_k, log_u, n, log_len, key_head + 1, H, G, K, V)
     # Two tiles are in flight: more have no room in registers.
-    q0 = _raw(origins, taps_ptr, q_at, mask, C)
-    q1 = _raw(origins, taps_ptr, q_at + _COLUMNS, mask, C)
+    q0 = _raw(origins, taps_ptr, q_at, mask, C, KEEP)
+    q1 = _raw(origins, taps_ptr, q_at + _COLUMNS, mask, C, KEEP)
     inputs_at = inputs_out + node[:, None] * C
     at = inputs_at + q_at[None, :]
     gl.store(at, q0[3], mask=mask)
     xq0 = _convolved(q0)
-    k0 = _raw(origins, taps_ptr, q_at + H * K, mask, C)
+    k0 = _raw(origins, taps_ptr, q_at + H * K, mask, C, KEEP)
     gl.store(at + _COLUMNS, q1[3], mask=mask)
     xq1 = _convolved(q1)
-    k1 = _raw(origins, taps_ptr, q_at + (H * K + _COLUMNS), mask, C)
+    k1 = _raw(origins, taps_ptr, q_at + (H * K + _COLUMNS), mask, C, KEEP)
     gl.store(at + H * K, k0[3], mask=mask)
     xk0 = _convolved(k0)
     known = (node < log_len)[:, None] & all_of_it
@@ -437,7 +438,7 @@ def make_operands(
     log_g = _log_gates(g_ptr, places_ptr, ring_len, log_len, end, G)
     gl.store(at + (H * K + _COLUMNS), k1[3], mask=mask)
     xk1 = _convolved(k1)
-    v0 = _raw(origins, taps_ptr, v_at, mask, C)
+    v0 = _raw(origins, taps_ptr, v_at, mask, C, KEEP)
     norm_q = (K**-0.5 / gl.sqrt(_sum(xq0 * xq0 + xq1 * xq1, axis=1) + 1e-6))[:, None]
     norm_k = (1.0 / gl.sqrt(_sum(xk0 * xk0 + xk1 * xk1, axis=1) + 1e-6))[:, None]
     xk0 *= norm_k
@@ -452,14 +453,14 @@ def make_operands(
         ring_at = log_k + (node[:, None] * (H * K) + column[None, :])
         gl.store(ring_at, e0, mask=moving)
         gl.store(ring_at + _COLUMNS, e1, mask=moving)
-    v1 = _raw(origins, taps_ptr, v_at + _COLUMNS, mask, C)
+    v1 = _raw(origins, taps_ptr, v_at + _COLUMNS, mask, C, KEEP)
     at = inputs_at + v_at[None, :]
     gl.store(at, v0[3], mask=mask)
     of_v0 = _convolved(v0).to(gl.bfloat16)
-    v2 = _raw(origins, taps_ptr, v_at + 2 * _COLUMNS, mask, C)
+    v2 = _raw(origins, taps_ptr, v_at + 2 * _COLUMNS, mask, C, KEEP)
     gl.store(at + _COLUMNS, v1[3], mask=mask)
     of_v1 = _convolved(v1).to(gl.bfloat16)
-    v3 = _raw(origins, taps_ptr, v_at + 3 * _COLUMNS, mask, C)
+    v3 = _raw(origins, taps_ptr, v_at + 3 * _COLUMNS, mask, C, KEEP)
     gl.store(at + 2 * _COLUMNS, v2[3], mask=mask)
     gl.store(at + 3 * _COLUMNS, v3[3], mask=mask)
     of_v23 = gl.join(_convolved(v2).to(gl.bfloat16), _convolved(v3).to(gl.bfloat16))
