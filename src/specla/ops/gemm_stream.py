@@ -45,9 +45,9 @@ MAX_MIX_ROWS, MIX_ROWS = 16, 4
 # Bytes of a multiprocessor's 227 KiB that a ring may take: more than half, so that two programs
 # never share one, and not all, so that small kernels' programs still fit beside.
 RING = 150 * 1024
-# Of gate_up's for more than FEW_ROWS: the walk of a tree as large needs more room beside it. 32
+# Of gate_up's for more than RING_ROWS: the walk of a tree as large needs more room beside it. 32
 # nodes of GDN-1.3B took 1,256 us instead of 1,266 that way.
-FEW_ROWS, WIDE_RING = 16, 128 * 1024
+RING_ROWS, WIDE_RING = 16, 128 * 1024
 
 
 class Ring(NamedTuple):
@@ -120,7 +120,7 @@ class StreamLinear:
         r, span = self.ring, min(self.span, inputs)
         stage = (r.block_o + block_m) * r.block_k * 2
         blocks = triton.cdiv(span, r.block_k)
-        is_wide = self.kind == "swiglu" and block_m > FEW_ROWS
+        is_wide = self.kind == "swiglu" and block_m > RING_ROWS
         slots = max(1, (min(r.bytes, WIDE_RING) if is_wide else r.bytes) // stage)
         # A slot is asked for anew while the next one is in use.
         assert blocks <= slots or slots > 1, "more rows than the ring has room for"
