@@ -27,19 +27,26 @@ from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from specla.ops.gdn import (  # noqa: E402
+    triton_wy_asks,
+    triton_wy_heads,
+    triton_wy_inputs,
+    triton_wy_operands,
+)
 from specla.ops.gdn import triton_wy_fused as fused  # noqa: E402
-from specla.ops.gdn import triton_wy_heads, triton_wy_operands  # noqa: E402
 from specla.ops.gdn.triton_wy import compile_masks  # noqa: E402
 from specla.ops.gdn.triton_wy_form import ClosedForm  # noqa: E402
 from specla.ops.gdn.triton_wy_operands import COLUMNS, ROWS  # noqa: E402
 from specla.ops.gdn.triton_wy_solve import BLOCK  # noqa: E402
 
-FILES = [Path(m.__file__) for m in (triton_wy_operands, triton_wy_heads, fused)]
+MODULES = (triton_wy_operands, triton_wy_asks, triton_wy_inputs, triton_wy_heads, fused)
+FILES = [Path(m.__file__) for m in MODULES]
 SHARED = 228 * 1024  # bytes of a multiprocessor; 1 KiB of each program's is not its own
 TILES = (
     fused.FusedTile(),
-    fused.FusedTile(whole=False),
-    fused.FusedTile(programs=3, whole=False, stages=2, registers=168, keep=True),
+    fused.FusedTile(ahead=2, keep=True, together=False),
+    fused.FusedTile(whole=False, ask=1),
+    fused.FusedTile(programs=3, whole=False, stages=2, registers=168, keep=True, flight=2),
 )
 NAN = float("nan")
 LIMIT = 1e-4
@@ -65,7 +72,9 @@ def ask_nothing(x: np.ndarray) -> np.ndarray:
 ASSEMBLY = {
     "_sigmoid": lambda x: (1 / (1 + np.exp(-x.astype(np.float64)))).astype(np.float32),
     "_rounded": rounded,
+    "_widened": np.float32,
     "ask_line": ask_nothing,
+    "ask_lasting_line": ask_nothing,
     "_ask_stretch": ask_nothing,
     "worked_out": ask_nothing,
 }
@@ -93,7 +102,8 @@ def on_numpy(p: Problem, layer: LayerState, programs: int, whole: bool) -> Tenso
         {
             "H": s.num_key_heads, "G": s.num_value_heads, "K": s.key_dim, "V": s.value_dim,
             "W": s.conv_width, "STRIDE": p.y.stride(0), "STAGES": 4 if whole else 2,
-            "AHEAD": 2, "WHOLE": whole, "KEEP": "", "PDL": True,
+            "AHEAD": 2, "WHOLE": whole, "ASK": 3 if whole else 1, "TOGETHER": whole,
+            "FLIGHT": 5 if whole else 2, "KEEP": "" if whole else "evict_last", "PDL": True,
         },
         ASSEMBLY,
     )  # fmt: skip
@@ -198,7 +208,8 @@ def compiled(tile: fused.FusedTile) -> Any:
     kernel, s = fused._fused_kernel, shape(16, 32)
     meta = {"H": 16, "G": 32, "K": 128, "V": 128, "W": 4, "STRIDE": s.conv_channels + 64}
     meta |= {"STAGES": tile.stages, "AHEAD": 0, "WHOLE": tile.whole, "PDL": True}
-    meta["KEEP"] = "evict_last" if tile.keep else ""
+    meta |= {"KEEP": "evict_last" if tile.keep else "", "ASK": tile.ask, "FLIGHT": tile.flight}
+    meta["TOGETHER"] = tile.together and tile.whole
     names = kernel.arg_names
     types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in names}
     types |= dict.fromkeys(meta, "constexpr") | {"beta_scale": "fp32", "ancestors_ptr": "*i64"}
@@ -232,7 +243,8 @@ def test_compiles_for_hopper(tmp_path: Path, tile: fused.FusedTile) -> None:
     )
     lines = (told.stdout + told.stderr).splitlines()
     spilt = next(line for line in lines if "spill stores" in line)
-    assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= 256, spilt
+    most = 512 if tile.registers else 128
+    assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= most, spilt
 
 
 def test_where_it_is_used() -> None:

@@ -8,10 +8,9 @@ gets o alone. Programs are as many as the device holds at a time; each goes thro
 head, the two value heads that share it) in order, with the ring of `ops.gdn.triton_wy_stream` in
 flight past the ends of tiles and units:
 
-  what all its tiles multiply with (`ops.gdn.triton_wy_heads`), and what the next unit's will be
-  made of into L2
+  what all its tiles multiply with (`ops.gdn.triton_wy_inputs`, `ops.gdn.triton_wy_heads`)
   its four tiles of 64 rows, as in `ops.gdn.triton_wy_stream`, each with the next one's u of the
-  log on its way
+  log on its way; and before the last of them, what the next unit's will be made of into L2
 
 Roundings differ from those kernels' by approximated exponentials: k, u, o and S are as close to
 the reference, their bits are not the same. A row's bits do not depend on other rows.
@@ -38,13 +37,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import range as passes
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 from specla.ops.gdn.triton import is_hopper
 from specla.ops.gdn.triton_decode import processors
 from specla.ops.gdn.triton_prepare import overlap
-from specla.ops.gdn.triton_wy_heads import ask_line, make_operands, viewed, worked_out
+from specla.ops.gdn.triton_wy_asks import (
+    ask_above,
+    ask_log,
+    ask_next,
+    ask_nodes,
+    ask_state,
+    ask_tile,
+    viewed,
+    worked_out,
+)
+from specla.ops.gdn.triton_wy_heads import make_operands
+from specla.ops.gdn.triton_wy_inputs import find_inputs, make_inputs, plain
 from specla.ops.gdn.triton_wy_operands import (
     COLUMNS,
     ROWS,
@@ -79,11 +90,14 @@ _N = gl.constexpr(BLOCK)
 
 
 class FusedTile(NamedTuple):
-    """programs: per multiprocessor, which has room for two, or for three with 2 stages and 168
-    registers. ahead: tiles of a unit's four that are asked into L2 when it begins (0 was faster
-    than 2, by 8 us of 131). whole: S is asked for by tiles, not by pieces (2 us). stages: pieces
-    of the ring. registers: of a thread, at most; 0: as many as there are. keep: y and o stay in L2
-    if they can, past which S streams. Speed, never bits."""
+    """programs: per multiprocessor, which has room for two, or for three with 2 stages, 168
+    registers and a flight of 2. ahead: tiles of a program's first unit that are asked into L2
+    beside the two in the ring (of every unit's two were lost: 8 us of 131). whole: S is asked for
+    by tiles, not by pieces (2 us). stages: pieces of the ring. registers: of a thread, at most; 0:
+    as many as there are. ask: the tile before which the next unit's inputs and log are asked into
+    L2 (-1: never). together: whole tiles are written at once. flight: tiles of the
+    convolution on their way at a time. keep: y and o stay in L2 if they can, past which S streams.
+    Speed, never bits."""
 
     programs: int = 2
     ahead: int = 0
@@ -91,6 +105,9 @@ class FusedTile(NamedTuple):
     stages: int = STAGES
     registers: int = 0
     keep: bool = False
+    ask: int = 3
+    together: bool = True
+    flight: int = 5
 
 
 def fits(shape: RecurrentShape, num_nodes: int, max_log: int) -> bool:
@@ -179,6 +196,9 @@ def launch(
         STAGES=tile.stages,
         AHEAD=tile.ahead,
         WHOLE=tile.whole,
+        ASK=tile.ask,
+        TOGETHER=tile.together and tile.whole,
+        FLIGHT=tile.flight,
         KEEP="evict_last" if tile.keep else "",
         PDL=pdl,
         num_warps=WARPS,
@@ -188,69 +208,9 @@ def launch(
 
 
 @gluon.jit
-def _ask_stretch(at, BYTES: gl.constexpr):
-    """BYTES from each `at` on into L2."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-        [at.to(gl.int64), gl.full(at.shape, BYTES, gl.int32, at.type.layout)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _ask_state(
-    unit, last, S_ptr, slot_ptr, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
-    """A unit's last tiles into L2: the memory has something to do while a program has not."""
-    TILES: gl.constexpr = 2 * V // _ROWS
-    if AHEAD > 0:  # noqa: SIM102 - one of them is known when compiling
-        if unit < last:
-            each: gl.constexpr = AHEAD * _ROWS * K // 128
-            thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-            slot = gl.load(slot_ptr + unit // H).to(gl.int64)
-            row = (slot * G + unit % H * 2) * V + (TILES - AHEAD) * _ROWS
-            _ask_stretch(S_ptr + (row * K + thread * each), 4 * each)
-
-
-@gluon.jit
-def _ask_log(
-    unit, last, k_ptr, u_ptr, places_ptr, slot_ptr, ring_len_ptr, path_len_ptr, num_entries,
-    H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-):  # fmt: skip
-    """A unit's log into L2."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
-    here = unit < last
-    b = unit // H
-    key_head = unit % H
-    slot = gl.load(slot_ptr + b, mask=here, other=0).to(gl.int64)
-    log_len = gl.load(ring_len_ptr + b, mask=here, other=0)
-    log_len += gl.load(path_len_ptr + b, mask=here, other=0)
-    j = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(1, lines)))
-    line = gl.arange(0, 16, layout=gl.SliceLayout(0, lines))[None, :]
-    known = (j < log_len) & here
-    entry = slot * num_entries + gl.load(places_ptr + (b * _N + j), mask=known, other=0)
-    k_at = k_ptr + ((entry[:, None] * H + key_head) * K + line * 32)
-    u_at = u_ptr + (entry[:, None] * (G * V) + key_head * (2 * V) + (line * 32 - K))
-    there = known[:, None] & (line < (K + 2 * V) // 32)
-    ask_line(gl.where(line < K // 32, k_at, u_at), there)
-
-
-@gluon.jit
-def _ask_tile(ring, tiles, q, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
-    """The tile after that of pieces q and q + 1 on its way, at once: its lines lie in turn in the
-    same pages of memory. The first two were asked for before the first unit."""
-    barrier()  # all have passed the last tile: its places are free
-    for c in gl.static_range(K // _COLUMNS):
-        after = q + (K // _COLUMNS + c)
-        row, column, here = place_of(tiles, after, G, K, V)
-        ask(ring, after, (row, column, here & (q > 0)))
-
-
-@gluon.jit
-def _stream(
-    ring, tiles, q, xs, es, S_row, u, fades, ends,
-    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WHOLE: gl.constexpr, FOLDS: gl.constexpr,
+def _stream(  # noqa: C901 - one tile, two ways to ask for it
+    ring, tiles, q, xs, es, S_row, u, fades, ends, G: gl.constexpr, K: gl.constexpr,
+    V: gl.constexpr, WHOLE: gl.constexpr, TOGETHER: gl.constexpr, FOLDS: gl.constexpr,
 ):  # fmt: skip
     """As `triton_wy_stream._stream`, for logs of one block."""
     WIDE: gl.constexpr = xs.shape[1]
@@ -268,7 +228,8 @@ def _stream(
         if not WHOLE:
             after = q + (c + ss.shape[0] - 1)
             place = place_of(tiles, after, G, K, V)
-        wait_for(full, q + c)
+        if not WHOLE or c == 0:
+            wait_for(full, q + c)
         S = ss.index(s).load(state_layout())
         S = S.reshape([_ROWS // 8, 4, 2, _COLUMNS]).permute((0, 2, 1, 3))
         S = gl.convert_layout(S.reshape([_ROWS, _COLUMNS]), operand, assert_trivial=True)
@@ -278,27 +239,32 @@ def _stream(
         high, low = pieces(S)
         x_high = xs.index(2 * c).permute((1, 0))
         x_low = xs.index(2 * c + 1).permute((1, 0))
-        acc = product(high, low, x_high, x_low, acc)
         if FOLDS:
             new = gl.zeros([_ROWS, _COLUMNS], gl.float32, wide)
             new = product(u_high, u_low, es.index(2 * c), es.index(2 * c + 1), new)
-            acc, new = warpgroup_mma_wait(0, deps=(acc, new))
+        acc = product(high, low, x_high, x_low, acc)
+        if FOLDS:
+            new = warpgroup_mma_wait(3, deps=(new,))  # acc's three go on
             # S stays out of the sum in the tensor core, which cuts where it should round.
             new = gl.convert_layout(S, wide, assert_trivial=True) * fade + new
             new = new.reshape([_ROWS // 8, 2, 4, _COLUMNS]).permute((0, 2, 1, 3))
             new = new.reshape([_ROWS, _COLUMNS])
             new = gl.convert_layout(new, state_layout(), assert_trivial=True)
             ss.index(s).store(new)
-            fence_async_shared()
-            if not WHOLE:
-                tma.store_wait(0)  # has read the piece before this one: its place is free
-            barrier()
-            store_block(S_blocks, [S_row, c * _COLUMNS], ss.index(s))
-            if not WHOLE:
-                ask(ring, after, place)
-        else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-    return acc
+            if not TOGETHER:
+                fence_async_shared()
+                if not WHOLE:
+                    tma.store_wait(0)  # has read the piece before this one: its place is free
+                barrier()
+                store_block(S_blocks, [S_row, c * _COLUMNS], ss.index(s))
+                if not WHOLE:
+                    ask(ring, after, place)
+    if FOLDS and TOGETHER:
+        fence_async_shared()
+        barrier()
+        for c in gl.static_range(K // _COLUMNS):
+            store_block(S_blocks, [S_row, c * _COLUMNS], ss.index((q + c) % ss.shape[0]))
+    return warpgroup_mma_wait(0, deps=(acc,))
 
 
 @gluon.jit
@@ -319,9 +285,10 @@ def value_layout():
 
 @gluon.jit
 def _tile(
-    ring, tiles, q, xs, es, vs, solution, reads, decays, t, u, u_ptr, o_ptr, places,
-    slot, m, n, key_head, ring_len, log_len, end, fold, candidates,
-    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WHOLE: gl.constexpr, KEEP: gl.constexpr,
+    ring, tiles, q, xs, es, vs, solution, reads, decays, t, u, u_ptr, o_ptr, found, slot,
+    m, n, key_head, ring_len, log_len, end, fold, candidates,
+    G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WHOLE: gl.constexpr,
+    TOGETHER: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """One tile: [ROWS, K] of S of a value head. Gives the log's u of the next one, on its way."""
     TILES: gl.constexpr = V // _ROWS
@@ -337,19 +304,22 @@ def _tile(
     decays, fades, ends = decays
     fades = viewed(fades, f32, [2, _N], row).index(h)
     ends = viewed(ends, f32, [2, 1], row).index(h)
-    if WHOLE:
-        _ask_tile(ring, tiles, q, G, K, V)
     if fold:
-        acc = _stream(ring, tiles, q, xs, es, S_row, u, fades, ends, G, K, V, WHOLE, True)
+        acc = _stream(
+            ring, tiles, q, xs, es, S_row, u, fades, ends, G, K, V, WHOLE, TOGETHER, True
+        )  # fmt: skip
     else:
-        acc = _stream(ring, tiles, q, xs, es, S_row, u, fades, ends, G, K, V, WHOLE, False)
+        acc = _stream(
+            ring, tiles, q, xs, es, S_row, u, fades, ends, G, K, V, WHOLE, False, False
+        )  # fmt: skip
     j = gl.arange(0, _N, layout=gl.SliceLayout(0, operand))
     if end > 0:
         j = worked_out(j)
         moving = ((j >= ring_len) & (j < end))[None, :]
         gl.store(u_at + (j[None, :] * (G * V) + rows_of(operand)), u, mask=moving)
-    high, low = pieces(u)
+    places = found.index(3).load(gl.SliceLayout(0, operand))
     then = _log_values(u_at + _ROWS, places, log_len, t + 1 < 2 * TILES, G * V, operand)
+    high, low = pieces(u)
     said = gl.zeros([_ROWS, WIDE], gl.float32, mma)
     read_high = reads.index(2 * h).permute((1, 0))
     said = product(high, low, read_high, reads.index(2 * h + 1).permute((1, 0)), said)
@@ -390,7 +360,8 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     num_units, num_columns, num_path, num_entries, log_capacity, threshold, beta_scale,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr,
     STRIDE: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, WHOLE: gl.constexpr,
-    KEEP: gl.constexpr, PDL: gl.constexpr,
+    ASK: gl.constexpr, TOGETHER: gl.constexpr, FLIGHT: gl.constexpr, KEEP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Program i of P: units (row, key head) i / P to (i + 1) / P of all, in order."""
     C: gl.constexpr = 2 * H * K + G * V
@@ -416,6 +387,7 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     decays = gl.allocate_shared_memory(gl.float32, [2, WIDE], row_layout)
     fades = gl.allocate_shared_memory(gl.float32, [2, _N], row_layout)
     ends = gl.allocate_shared_memory(gl.float32, [2, 1], row_layout)
+    found = gl.allocate_shared_memory(gl.int32, [5, _N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
@@ -423,75 +395,105 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     barrier()
     ring = (S_blocks, ss, full)
     tiles = (first * TILES, last * TILES, slot_ptr)
-    for s in gl.static_range(STAGES if WHOLE else STAGES - 1):
-        ask(ring, s, place_of(tiles, s, G, K, V))
+    if WHOLE:
+        for c in gl.static_range(0, STAGES, PIECES):
+            S_row, _, here = place_of(tiles, c, G, K, V)
+            ask_tile(ring, c, S_row, here, K)
+    else:
+        for c in gl.static_range(STAGES - 1):
+            ask(ring, c, place_of(tiles, c, G, K, V))
     # Log and state are older than this round.
-    _ask_state(first, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
-    _ask_log(
+    ask_state(first, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
+    ask_log(
         first, last, k_ptr, u_ptr, places_ptr, slot_ptr, ring_len_ptr, path_len_ptr, num_entries,
         H, G, K, V,
     )  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    # The first unit's inputs come while it is found out where the others lie.
+    STAYS: gl.constexpr = KEEP != ""
+    for unit in range(first, last if STAYS else first + 1):
+        ask_nodes(y_ptr, unit, num_columns, H, K, V, STRIDE, STAYS)
 
-    for unit in range(first, last):
+    n = 0
+    slot = gl.load(slot_ptr).to(gl.int64)
+    bank = 0
+    ring_len = 0
+    path_len = 0
+    # What does not change is worked out again: kept, it would fill a quarter of the registers.
+    for unit in passes(first, last, disable_licm=True):
         q = (unit - first) * (TILES * PIECES)
         b = unit // H
         key_head = unit % H
-        n = gl.load(num_nodes_ptr + b)
-        slot = gl.load(slot_ptr + b).to(gl.int64)
-        bank = gl.load(bank_ptr + b)
-        ring_len = gl.load(ring_len_ptr + b)
-        path_len = gl.load(path_len_ptr + b)
+        m = b * num_columns
+        begins = (key_head == 0) | (unit == first)
+        if begins:
+            n = gl.load(num_nodes_ptr + b)
+            slot = gl.load(slot_ptr + b).to(gl.int64)
+            bank = gl.load(bank_ptr + b)
+            ring_len = gl.load(ring_len_ptr + b)
+            path_len = gl.load(path_len_ptr + b)
+        slot_then = slot
+        if (key_head + 1 == H) & (unit + 1 < last):
+            slot_then = gl.load(slot_ptr + b + 1).to(gl.int64)
+        log_len = ring_len + path_len
         if n > 0:
-            log_len = ring_len + path_len
             fold = log_len > threshold
             end = gl.where(fold, 0, log_len)  # only what is not folded moves to the ring
             candidates = log_capacity + (1 - bank) * num_path
-            m = b * num_columns
             read, write = slot * 2 + bank, slot * 2 + (1 - bank)
             row = (
-                y_ptr, inputs_ptr + read * num_path * C, tail_ptr + read * ((W - 1) * C),
-                parents_ptr + m, path_ptr + b * num_path, path_len, m,
+                y_ptr, inputs_ptr + read * num_path * C, tail_ptr + read * ((W - 1) * C), m,
             )  # fmt: skip
             gates = (
                 y_ptr + m * STRIDE + (STRIDE - 2 * G + 2 * key_head), A_ptr + 2 * key_head,
                 dt_bias_ptr + 2 * key_head,
             )  # fmt: skip
-            places_at = places_ptr + b * _N
+            log_k = k_ptr + (slot * num_entries * H + key_head) * K
             u_at = u_ptr + slot * num_entries * (G * V)
-            if unit > first:
-                _ask_state(unit, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
+            kept = gl.allocate_shared_memory(gl.float32, [8, _N], plain())
             barrier()  # nobody reads what the last unit multiplied with any more
-            make_operands(
-                row, xs, es, vs, solution, reads, decays, fades, ends, gates, taps_ptr,
-                inputs_ptr + write * num_path * C, tail_ptr + write * ((W - 1) * C),
-                k_ptr + (slot * num_entries * H + key_head) * K, u_at,
-                g_ptr + slot * num_entries * G + 2 * key_head, ancestors_ptr + m,
-                places_at, candidates, n, ring_len, log_len, end, key_head,
-                (unit + 1 < last) & (key_head + 1 < H), beta_scale,
-                H, G, K, V, W, STRIDE, KEEP,
+            if begins:
+                find_inputs(
+                    found, parents_ptr + m, path_ptr + b * num_path, path_len,
+                    places_ptr + b * _N, n, log_len, W,
+                )  # fmt: skip
+            over = make_inputs(
+                row, found, xs, es, vs, reads, kept, gates, taps_ptr,
+                inputs_ptr + write * num_path * C, tail_ptr + write * ((W - 1) * C), log_k,
+                g_ptr + slot * num_entries * G + 2 * key_head, ancestors_ptr + m, candidates, n,
+                ring_len, log_len, end, key_head, beta_scale, H, G, K, V, W, STRIDE, FLIGHT, KEEP,
             )  # fmt: skip
-            j = gl.arange(0, _N, layout=gl.SliceLayout(0, left_layout(WIDE)))
-            places = gl.load(places_at + j, mask=j < log_len, other=0)
+            places = found.index(3).load(gl.SliceLayout(0, left_layout(WIDE)))
             u = _log_values(
                 u_at + key_head * (2 * V), places, log_len, log_len > 0, G * V, left_layout(WIDE)
             )  # fmt: skip
-            for t in range(TILES):
+            make_operands(xs, es, solution, reads, decays, fades, ends, over, kept)
+            for t in passes(TILES, disable_licm=True):
+                if WHOLE:
+                    ask_next(ring, q, unit, last, t, slot, slot_then, H, G, K, V)
+                if (t == ASK) & (unit + 1 < last):
+                    if not STAYS:
+                        ask_nodes(y_ptr, unit + 1, num_columns, H, K, V, STRIDE, False)
+                    if key_head + 1 < H:
+                        ask_above(
+                            row, found, log_k, u_at, log_len, key_head + 1, H, G, K, V, W, STRIDE
+                        )  # fmt: skip
                 u = _tile(
                     ring, tiles, q + t * PIECES, xs, es, vs, solution, reads,
-                    (decays, fades, ends), t, u, u_at, o_ptr, places, slot, m, n, key_head,
-                    ring_len, log_len, end, fold, candidates, G, K, V, WHOLE, KEEP,
+                    (decays, fades, ends), t, u, u_at, o_ptr, found, slot, m, n, key_head,
+                    ring_len, log_len, end, fold, candidates, G, K, V, WHOLE, TOGETHER, KEEP,
                 )  # fmt: skip
         else:
             for t in range(TILES):
                 if WHOLE:
-                    _ask_tile(ring, tiles, q + t * PIECES, G, K, V)
-                for c in gl.static_range(PIECES):
-                    piece = q + (t * PIECES + c)
-                    wait_for(full, piece)
-                    if not WHOLE:
+                    ask_next(ring, q, unit, last, t, slot, slot_then, H, G, K, V)
+                    wait_for(full, q + t * PIECES)
+                else:
+                    for c in gl.static_range(PIECES):
+                        piece = q + (t * PIECES + c)
+                        wait_for(full, piece)
                         after = piece + (STAGES - 1)
                         barrier()
                         ask(ring, after, place_of(tiles, after, G, K, V))
