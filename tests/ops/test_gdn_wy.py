@@ -78,6 +78,7 @@ class Case:
         self.rows, self.shape, self.N, self.R, self.seed = rows, shape, nodes, R, seed
         self.threshold = R if threshold is None else threshold
         self.Nmax = nodes if max_nodes is None else max_nodes
+        self.max_log = max(row.log_len for row in rows)
         # Slots in another order than rows.
         self.slots = [len(rows) - b for b in range(len(rows))]
         self.layer = self._garbage()
@@ -89,11 +90,6 @@ class Case:
         for b, row in enumerate(rows):
             if row.parents:
                 self._expect(b, row)
-
-    @property
-    def max_log(self) -> int:
-        """As short as these rows' logs allow."""
-        return max(row.log_len for row in self.rows)
 
     def entry(self, row: Row, j: int) -> int:
         """Of the log."""
