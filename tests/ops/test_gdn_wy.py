@@ -77,8 +77,7 @@ class Case:
     ) -> None:
         self.rows, self.shape, self.N, self.R, self.seed = rows, shape, nodes, R, seed
         self.threshold = R if threshold is None else threshold
-        self.Nmax = nodes if max_nodes is None else max_nodes
-        self.max_log = max(row.log_len for row in rows)
+        self.Nmax, self.max_log = max_nodes or nodes, max(row.log_len for row in rows)
         # Slots in another order than rows.
         self.slots = [len(rows) - b for b in range(len(rows))]
         self.layer = self._garbage()
@@ -192,11 +191,10 @@ class Case:
         form = ClosedForm.allocate(self.shape, len(self.rows), self.Nmax, self.max_log, DEVICE)
 
         def once() -> None:
-            compile_masks(rnd, form, log_capacity=self.R, max_log=self.max_log)
-            walk_wy(
-                layer, rnd, work, form, shape=self.shape, log_capacity=self.R,
-                max_log=self.max_log, threshold=self.threshold, tile=tile, pdl=pdl,
-            )  # fmt: skip
+            log = {"log_capacity": self.R, "max_log": self.max_log}
+            compile_masks(rnd, form, **log)
+            log["threshold"] = self.threshold
+            walk_wy(layer, rnd, work, form, shape=self.shape, tile=tile, pdl=pdl, **log)
 
         once()
         if replays:
