@@ -55,7 +55,7 @@ from specla.ops.gdn.triton_wy_asks import (
     worked_out,
 )
 from specla.ops.gdn.triton_wy_heads import make_operands
-from specla.ops.gdn.triton_wy_inputs import find_inputs, make_inputs, plain
+from specla.ops.gdn.triton_wy_inputs import find_inputs, log_values, make_inputs, plain
 from specla.ops.gdn.triton_wy_operands import (
     COLUMNS,
     ROWS,
@@ -267,14 +267,6 @@ def _stream(  # noqa: C901 - one tile, two ways to ask for it
     return warpgroup_mma_wait(0, deps=(acc,))
 
 
-@gluon.jit
-def _log_values(u_at, places, log_len, here, STRIDE: gl.constexpr, layout: gl.constexpr):
-    """u [ROWS, 16] of the log's entries, 0 beyond it."""
-    j = gl.arange(0, _N, layout=gl.SliceLayout(0, layout))
-    known = ((j < log_len) & here)[None, :]
-    return gl.load(u_at + (places[None, :] * STRIDE + rows_of(layout)), mask=known, other=0.0)
-
-
 @gluon.constexpr_function
 def value_layout():
     """As `state_layout`, 16 columns."""
@@ -318,7 +310,7 @@ def _tile(
         moving = ((j >= ring_len) & (j < end))[None, :]
         gl.store(u_at + (j[None, :] * (G * V) + rows_of(operand)), u, mask=moving)
     places = found.index(3).load(gl.SliceLayout(0, operand))
-    then = _log_values(u_at + _ROWS, places, log_len, t + 1 < 2 * TILES, G * V, operand)
+    then = log_values(u_at + _ROWS, places, log_len, t + 1 < 2 * TILES, G * V, operand)
     high, low = pieces(u)
     said = gl.zeros([_ROWS, WIDE], gl.float32, mma)
     read_high = reads.index(2 * h).permute((1, 0))
@@ -402,32 +394,37 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     else:
         for c in gl.static_range(STAGES - 1):
             ask(ring, c, place_of(tiles, c, G, K, V))
-    # Log and state are older than this round.
+    # Log, state, and trees are older than this layer.
     ask_state(first, last, S_ptr, slot_ptr, H, G, K, V, AHEAD)
     ask_log(
         first, last, k_ptr, u_ptr, places_ptr, slot_ptr, ring_len_ptr, path_len_ptr, num_entries,
         H, G, K, V,
     )  # fmt: skip
+    b = first // H
+    n = gl.load(num_nodes_ptr + b)
+    slot = gl.load(slot_ptr + b).to(gl.int64)
+    bank = gl.load(bank_ptr + b)
+    ring_len = gl.load(ring_len_ptr + b)
+    path_len = gl.load(path_len_ptr + b)
+    if n > 0:
+        find_inputs(
+            found, parents_ptr + b * num_columns, path_ptr + b * num_path, path_len,
+            places_ptr + b * _N, n, ring_len + path_len, W,
+        )  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    # The first unit's inputs come while it is found out where the others lie.
     STAYS: gl.constexpr = KEEP != ""
     for unit in range(first, last if STAYS else first + 1):
         ask_nodes(y_ptr, unit, num_columns, H, K, V, STRIDE, STAYS)
 
-    n = 0
-    slot = gl.load(slot_ptr).to(gl.int64)
-    bank = 0
-    ring_len = 0
-    path_len = 0
     # What does not change is worked out again: kept, it would fill a quarter of the registers.
     for unit in passes(first, last, disable_licm=True):
         q = (unit - first) * (TILES * PIECES)
         b = unit // H
         key_head = unit % H
         m = b * num_columns
-        begins = (key_head == 0) | (unit == first)
+        begins = (key_head == 0) & (unit > first)
         if begins:
             n = gl.load(num_nodes_ptr + b)
             slot = gl.load(slot_ptr + b).to(gl.int64)
@@ -466,7 +463,7 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
                 ring_len, log_len, end, key_head, beta_scale, H, G, K, V, W, STRIDE, FLIGHT, KEEP,
             )  # fmt: skip
             places = found.index(3).load(gl.SliceLayout(0, left_layout(WIDE)))
-            u = _log_values(
+            u = log_values(
                 u_at + key_head * (2 * V), places, log_len, log_len > 0, G * V, left_layout(WIDE)
             )  # fmt: skip
             make_operands(xs, es, solution, reads, decays, fades, ends, over, kept)

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from specla.ops.gdn.triton_wy_asks import column_of, origin, viewed, worked_out
-from specla.ops.gdn.triton_wy_operands import COLUMNS, barrier, pieces
+from specla.ops.gdn.triton_wy_operands import COLUMNS, barrier, pieces, rows_of
 
 _COLUMNS = gl.constexpr(COLUMNS)
 _N = gl.constexpr(16)  # nodes, and entries of the log
@@ -273,6 +273,14 @@ def _log_gates(g_ptr, found, log_len, G: gl.constexpr):
     place = found.index(3).load(gl.SliceLayout(0, line))
     known = (entry < log_len)[None, :] & (h >= 0)
     return gl.load(g_ptr + (place[None, :] * G + h), mask=known, other=0.0)
+
+
+@gluon.jit
+def log_values(u_at, places, log_len, here, STRIDE: gl.constexpr, layout: gl.constexpr):
+    """u [ROWS, 16] of the log's entries, 0 beyond it."""
+    j = gl.arange(0, _N, layout=gl.SliceLayout(0, layout))
+    known = ((j < log_len) & here)[None, :]
+    return gl.load(u_at + (places[None, :] * STRIDE + rows_of(layout)), mask=known, other=0.0)
 
 
 @gluon.jit
