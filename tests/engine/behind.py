@@ -22,13 +22,12 @@ from specla.engine.resting import Resting
 from specla.engine.running import Running
 from specla.models.features import Features
 from specla.sampling.accept import RowLaw, Verdict, accept
-from specla.sampling.draw import InvalidLogits
 from specla.sampling.triton import FINISH_INVALID, FINISH_LENGTH, FINISH_STOP
 from specla.state.log import Log
 from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
 
-CODES = {None: 0, "stop": FINISH_STOP, "length": FINISH_LENGTH}
+CODES = {None: 0, "stop": FINISH_STOP, "length": FINISH_LENGTH, "error": FINISH_INVALID}
 Words = list[int]
 
 
@@ -183,10 +182,7 @@ def judge(
     logits: Tensor, tree: DraftTree, offset: int, law: RowLaw
 ) -> tuple[Words, tuple[int, ...]]:
     """What `sampling.triton.accept` writes for a row, and its path."""
-    try:
-        (v,) = accept(logits, [tree], [offset], [law])
-    except InvalidLogits:
-        return [0, FINISH_INVALID, 0, 0, 0], (0,)
+    (v,) = accept(logits, [tree], [offset], [law])
     counts = len(v.emitted), CODES[v.finish], v.num_accepted, v.num_drafted, v.offered_depth
     return [*counts, *v.emitted, 99, 99], v.path
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_harness import VOCAB, drive, make_engine, outcome, plain, request
+from behind import behind
+from engine_harness import VOCAB, Run, drive, make_engine, outcome, plain, request
 from engine_requests import LOOP, WALK
 
 from specla import drafters
+from specla.drafters.none import NoDrafter
 from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.ops.contract import RoundPlan
 from specla.state import State
+from specla.testing import OracleDrafter
 
 FORBIDS_ALL = {"min_tokens": 4, "stop_token_ids": range(VOCAB), "max_tokens": 8}
 NEIGHBOURS = [
@@ -58,3 +61,37 @@ def test_nan_in_one_row_mid_way(target: TargetModel, monkeypatch: pytest.MonkeyP
     assert failed.finish_reason == "error"
     assert len(failed.token_ids) >= 2, "what was generated before is kept"
     assert run.outcomes() == {name: outcome(c) for name, c in alone.items()}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_was_accepted_before_it_failed_stands(
+    target: TargetModel, stops: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain decoding emits these tokens, and comes to a stop string among them, first."""
+    good = plain(target, [request("a", WALK, seed=1, max_tokens=12)])["a"]
+    poison = next(t for t in good.token_ids[4:] if t not in (*WALK, *good.token_ids[:4]))
+    params = {"stop": [good.text[3]]} if stops else {}
+    verify = target.verify
+
+    def broken(plan: RoundPlan, state: State, features: Features | None = None) -> torch.Tensor:
+        logits = verify(plan, state, features).clone()
+        logits[plan.tokens == poison] = float("nan")
+        return logits
+
+    monkeypatch.setattr(target, "verify", broken, raising=False)
+    one = request("a", WALK, seed=1, max_tokens=12, **params)
+    found = []
+    for drafter in (NoDrafter(), OracleDrafter(lambda row: good.token_ids, depth=6)):
+        engine, run = make_engine(target, drafter), Run()
+        if on_device:
+            behind(engine)
+        engine.add(one)
+        while engine.has_work:
+            run.take(engine.step())
+        found.append(run.completions["a"])
+    alone, speculative = found
+    assert outcome(speculative) == outcome(alone)
+    assert alone.finish_reason == ("stop" if stops else "error")
+    assert stops or alone.token_ids[-1] == poison
+    assert speculative.speculation.rounds < alone.speculation.rounds

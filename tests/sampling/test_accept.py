@@ -9,10 +9,8 @@ import pytest
 import torch
 from toy_target import row_law
 
-from specla.errors import SpeclaError
 from specla.request import SamplingParams
 from specla.sampling.accept import accept, walk
-from specla.sampling.draw import InvalidLogits
 from specla.topology.tree import DraftTree
 
 VOCAB = 32
@@ -202,17 +200,17 @@ PARAMS = [
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "penalised", "sampled", "sorted"])
 @pytest.mark.parametrize("bad", ["nan", "one nan", "+inf", "-inf"])
-def test_bad_logits_name_their_rows(params, bad):
+def test_bad_logits_end_their_rows(params, bad):
     logits = torch.zeros(4, 8)
     if bad == "one nan":
         logits[1, 5] = logits[3, 0] = math.nan
     else:
         logits[[1, 3]] = float(bad)
     rows = [row_law(params, [0], 1)] * 4
-    with pytest.raises(InvalidLogits, match="row 1, 3") as error:
-        accept(logits, [DraftTree.root(0)] * 4, [0, 1, 2, 3], rows)
-    assert error.value.rows == (1, 3)
-    assert isinstance(error.value, SpeclaError)
+    got = accept(logits, [DraftTree.root(0)] * 4, [0, 1, 2, 3], rows)
+    assert [v.finish for v in got] == [None, "error", None, "error"]
+    assert [len(v.emitted) for v in got] == [1, 0, 1, 0]
+    assert got[0] == got[2] == accept(logits[:1], [DraftTree.root(0)], [0], rows[:1])[0]
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "penalised", "sampled", "sorted"])
@@ -225,17 +223,17 @@ def test_bad_logits_of_a_rejected_branch_do_not_matter(params):
     row = row_law(params, [0], 1)
     assert accept(logits, [tree], [0], [row])[0].emitted == (1, 4)
     logits[1] = math.nan
-    with pytest.raises(InvalidLogits, match="row 0"):
-        accept(logits, [tree], [0], [row])
+    failed = accept(logits, [tree], [0], [row])[0]
+    assert (failed.emitted, failed.path, failed.finish) == ((1,), (0, 1), "error")
+    assert (failed.num_drafted, failed.num_accepted, failed.offered_depth) == (2, 1, 1)
 
 
 def test_forbidding_everything_is_an_error_of_that_row():
     params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=[0, 1])
     logits = torch.zeros(2, 2)
     rows = [row_law(SamplingParams(temperature=0.0), [0], 1), row_law(params, [0], 1)]
-    with pytest.raises(InvalidLogits) as error:
-        accept(logits, [DraftTree.root(0)] * 2, [0, 1], rows)
-    assert error.value.rows == (1,)
+    got = accept(logits, [DraftTree.root(0)] * 2, [0, 1], rows)
+    assert [v.finish for v in got] == [None, "error"]
 
 
 def test_logits_are_left_alone_and_padding_is_not_read():

@@ -18,8 +18,7 @@ from toy_target import nothing, random_tree, row_law, speculate, tokens_of, tree
 
 from specla.ops.contract import DeviceRound
 from specla.request import SamplingParams
-from specla.sampling.accept import RowLaw, Verdict, walk
-from specla.sampling.draw import Draw
+from specla.sampling.accept import RowLaw, Verdict, Walk
 from specla.sampling.triton import (
     FINISH_INVALID,
     FINISH_LENGTH,
@@ -36,7 +35,9 @@ from specla.state.log import Log
 from specla.topology.tree import DraftTree
 
 VOCAB, MAX_NODES, MAX_LEN, CAPACITY = 7, 16, 40, 6
-FINISH = {None: FINISH_NONE, "stop": FINISH_STOP, "length": FINISH_LENGTH}
+FINISH = {
+    None: FINISH_NONE, "stop": FINISH_STOP, "length": FINISH_LENGTH, "error": FINISH_INVALID,
+}  # fmt: skip
 
 
 @dataclass
@@ -48,10 +49,6 @@ class Row:
     choices: list[int | None]
     law: RowLaw
     log: Log
-
-
-class Invalid(Exception):
-    """The walk came to a node without a finite maximum."""
 
 
 def random_row(rng: random.Random, num_nodes: int) -> Row:
@@ -108,19 +105,16 @@ def blocks_of(
     return Choices(top=top.to(DEVICE), score=score, token=token.to(DEVICE))
 
 
-def expected(row: Row) -> Verdict | None:
-    """The host's verdict; None where it found no finite maximum."""
+def expected(row: Row) -> Verdict:
+    """The host's verdict."""
     assert row.tree is not None
-
-    def choose_known(node: int, draw: Draw) -> int:
-        if (token := row.choices[node]) is None:
-            raise Invalid
-        return token
-
-    try:
-        return walk(row.tree, row.law, choose_known).verdict()
-    except Invalid:
-        return None
+    one = Walk(row.tree, row.law)
+    while not one.done:
+        if (token := row.choices[one.path[-1]]) is None:
+            one.fail()
+        else:
+            one.advance(token)
+    return one.verdict()
 
 
 def with_cursors(rnd: DeviceRound, rows: Sequence[Row]) -> DeviceRound:
@@ -156,17 +150,14 @@ def play(rows: Sequence[Row], num_nodes: int, threshold: int, rng: random.Random
 def check(
     b: int,
     row: Row,
-    verdict: Verdict | None,
+    verdict: Verdict,
     arrays: RowArrays,
     rnd: DeviceRound,
     got: list[int],
 ) -> None:
-    path = (0,) if verdict is None else verdict.path
-    emitted = [] if verdict is None else list(verdict.emitted)
-    head = [0, FINISH_INVALID, 0, 0, 0]
-    if verdict is not None:
-        head = [len(emitted), FINISH[verdict.finish], verdict.num_accepted]
-        head += [verdict.num_drafted, verdict.offered_depth]
+    path, emitted = verdict.path, list(verdict.emitted)
+    head = [len(emitted), FINISH[verdict.finish], verdict.num_accepted]
+    head += [verdict.num_drafted, verdict.offered_depth]
     assert got[:VERDICT_HEADER] == head
     assert got[VERDICT_HEADER:][: len(emitted)] == emitted
 

@@ -29,7 +29,7 @@ from specla.engine.cost import CostTable
 from specla.engine.kernels import Kernels
 from specla.engine.prices import Prices
 from specla.engine.prompts import Prompts
-from specla.engine.running import NO_TOKEN, NOTHING_TO_DRAW, Running
+from specla.engine.running import Running
 from specla.engine.scheduler import Scheduler, request_fits
 from specla.engine.spending import Spending
 from specla.engine.stats import EngineStats
@@ -39,7 +39,6 @@ from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.request import Request, StreamDelta
 from specla.sampling.accept import Verdict, accept
-from specla.sampling.draw import InvalidLogits
 from specla.sampling.filters import validate
 from specla.state import State
 from specla.topology.tree import DraftTree
@@ -241,7 +240,7 @@ class Engine:
             seen = [
                 Observation(slot=slot, tree=tree, path=v.path, emitted=v.emitted)
                 for slot, tree, v in zip(slots, trees, verdicts, strict=True)
-                if v is not NO_TOKEN
+                if v.emitted
             ]
             self.drafter.observe(seen)
             self._feed(seen, dict(zip(slots, offsets, strict=False)))
@@ -301,24 +300,8 @@ class Engine:
         offsets: Sequence[int],
         rows: Sequence[Running],
     ) -> list[Verdict]:
-        """One verdict per row. A row that leaves nothing to draw from ends, the others go on."""
-        laws, good = [row.law() for row in rows], list(range(len(rows)))
-        verdicts: dict[int, Verdict] = {}
-        while len(verdicts) < len(rows):
-            try:
-                found = accept(
-                    logits,
-                    [trees[b] for b in good],
-                    [offsets[b] for b in good],
-                    [laws[b] for b in good],
-                )
-            except InvalidLogits as error:
-                for b in [good[i] for i in error.rows]:
-                    good.remove(b)
-                    verdicts[b] = NO_TOKEN
-            else:
-                verdicts |= zip(good, found, strict=True)
-        return [verdicts[b] for b in range(len(rows))]
+        """One verdict per row."""
+        return accept(logits, trees, offsets, [row.law() for row in rows])
 
     def _draft(self, rows: Sequence[Running]) -> list[DraftTree]:
         """The drafter's trees. A wrong guess is free, a wrong node 0 would be another text."""
@@ -347,10 +330,8 @@ class Engine:
         kernel = self.kernels.of(*(self._size if self._graphs is None else self._graphs.size))
         deltas = []
         for row, verdict in zip(rows, verdicts, strict=True):
-            if verdict is NO_TOKEN:
-                row.end("error", NOTHING_TO_DRAW)
-            else:
-                self.stats.acceptance.add(**row.take(verdict, kernel), kernel=kernel)
+            counts = row.take(verdict, kernel)
+            self.stats.acceptance.add(**counts, kernel=kernel)
             deltas.append(self._leave(row) if row.finish_reason else row.delta())
         return deltas
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specla.engine.running import NO_TOKEN, Running
-from specla.sampling.accept import Verdict
+from specla.engine.running import Running
+from specla.sampling.accept import Finish, Verdict
 from specla.sampling.triton import FINISH_INVALID, FINISH_LENGTH, FINISH_STOP, VERDICT_HEADER
 from specla.state.log import Log
 from specla.state.rounds import bucket
 
+FINISHES: dict[int, Finish] = {
+    FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_INVALID: "error",
+}  # fmt: skip
 # A row's bank, ring_len and path_len on the device, then its path.
 Cursors = tuple[int, int, int, Sequence[int]]
 
@@ -67,13 +70,11 @@ def to_verdict(line: Sequence[int], path: Sequence[int] = ()) -> Verdict:
     """From the device's words (see `sampling.triton.accept`). Without a path, whose nodes only
     the device knows, it is that long."""
     emitted, finish, accepted, drafted, depth = line[:VERDICT_HEADER]
-    if finish == FINISH_INVALID:
-        return NO_TOKEN
     tokens = tuple(line[VERDICT_HEADER : VERDICT_HEADER + emitted])
     return Verdict(
         path=tuple(path[: accepted + 1]) if path else tuple(range(accepted + 1)),
         emitted=tokens,
-        finish={FINISH_STOP: "stop", FINISH_LENGTH: "length"}.get(finish),  # type: ignore[arg-type]
+        finish=FINISHES.get(finish),
         stop_token=tokens[-1] if finish == FINISH_STOP else None,
         logprobs=None,
         num_drafted=drafted,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specla.drafters.base import FeatureDrafter, Observation, PatientDrafter
 from specla.engine.device_rows import BucketRound
-from specla.engine.running import NO_TOKEN, Running
+from specla.engine.running import Running
 from specla.ops.rows import keep
 from specla.ops.transfer import ints
 from specla.sampling.accept import Verdict
@@ -61,7 +61,7 @@ class Resting:
         seen, texts = list[Observation](), list[tuple[int, Sequence[int]]]()
         for place, row in enumerate(rows):
             verdict = last.get(row.slot)
-            gone = verdict is not None and (verdict is NO_TOKEN or verdict.finish is not None)
+            gone = verdict is not None and verdict.finish is not None
             if count and row.finish_reason is None and not gone:
                 tokens = [*row.tokens, *(verdict.emitted if verdict else ())]
                 texts.append((place, tokens))

@@ -27,17 +27,6 @@ from specla.request import (
 )
 from specla.sampling.accept import RowLaw, Verdict
 
-# What becomes of a row whose logits or parameters leave no token to draw: node 0 is committed,
-# as verify has prepared, and the row leaves.
-NO_TOKEN = Verdict(
-    path=(0,),
-    emitted=(),
-    finish=None,
-    stop_token=None,
-    logprobs=None,
-    num_drafted=0,
-    offered_depth=0,
-)
 NOTHING_TO_DRAW = (
     "some token must have a finite logit after all filters, got none: the sampling parameters "
     "forbid every token, or the model returned NaN; check penalties, min_tokens, the checkpoint"
@@ -165,12 +154,15 @@ class Running:
             "emitted": len(verdict.emitted),
         }
         self.acceptance.add(**counts, kernel=kernel)
-        if verdict.finish:
+        if verdict.finish in ("stop", "length"):
             # The model's own end token is no reason to name: it is the ordinary end (vLLM too).
             named = verdict.stop_token in self.request.params.stop_token_ids
             self.end(verdict.finish, verdict.stop_token if named else None)
         if self.text is not None:
             self._take_text(self.text.put(verdict.emitted))
+        if verdict.finish == "error" and self.finish_reason is None:
+            # Plain decoding would have come to a stop string before it failed.
+            self.end("error", NOTHING_TO_DRAW)
         return counts
 
     def end(self, reason: FinishReason, stop: str | int | None) -> None:

@@ -24,7 +24,7 @@ from specla.drafters.budget import Budget, Decision
 from specla.drafters.budget_free import ALONE, LOADING, RESIDENT_LOADING, FreeBudget
 from specla.drafters.survival import PRIORS, Prior
 from specla.engine.prices import Prices
-from specla.engine.running import NO_TOKEN, Running
+from specla.engine.running import Running
 from specla.engine.stats import Decisions
 from specla.errors import ConfigError
 from specla.sampling.accept import Verdict
@@ -129,7 +129,7 @@ class Spending:
         """What one of that shape came to. Called after every `width`: the host is one
         round behind, and the round that was asked for there is not the one that has ended."""
         why, self._flying = self._flying, self._next
-        good = [(row, verdict) for row, verdict in ended if verdict is not NO_TOKEN]
+        good = [(row, verdict) for row, verdict in ended if verdict.emitted]
         if not good:
             return
         if self.free is None:

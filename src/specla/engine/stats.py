@@ -9,7 +9,7 @@ Identities that always hold, per request and in total (tests check them on every
     emitted == rounds + accepted - rounds whose path was cut by an end
 
 A stop string is seen after the commit: it shortens the completion, not these counts. A row with
-nothing to draw from is not counted in the round it fails in.
+nothing to draw from is counted in the round it fails in if it emitted something there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Acceptance:
     def add(
         self, *, drafted: int, offered_depth: int, accepted: int, emitted: int, kernel: str
     ) -> None:
-        """Count one round of one row."""
+        """Count one round of one row; one that emitted nothing is none."""
+        if not emitted:
+            return
         self.rounds += 1
         self.kernels[kernel] = self.kernels.get(kernel, 0) + 1
         self.drafted += drafted

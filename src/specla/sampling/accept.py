@@ -9,6 +9,8 @@ exactly the tokens of autoregressive decoding.
 
 Ends cut the path (rule I5): an accepted draft that is an end token, or that reaches max_tokens,
 is emitted, stays on the path, and nothing follows it. A stop beats a length at the same token.
+So does a node whose logits leave nothing to draw: what was accepted above it stands, as it would
+in autoregressive decoding.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from specla.request import SamplingParams, TokenLogprob
 from specla.sampling.draw import Draw, InvalidLogits, draw, greedy, token_logprobs
 from specla.sampling.filters import History, is_penalised
 from specla.topology.tree import DraftTree
+
+Finish = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class Verdict:
         path: node indices from node 0 down, after any cut.
         emitted: this round's tokens: the drafts on the path below node 0, then the bonus unless
             the path was cut. Without a cut as many as `path` has nodes.
-        finish: None while the row goes on.
+        finish: None while the row goes on; "error" where there was nothing to draw.
         stop_token: the end token if `finish` is "stop".
         logprobs: one per emitted token, if the row asked for them.
         num_drafted: drafts that had a chance: all, or if the path was cut at depth d those of
@@ -64,7 +68,7 @@ class Verdict:
 
     path: tuple[int, ...]
     emitted: tuple[int, ...]
-    finish: Literal["stop", "length"] | None
+    finish: Finish | None
     stop_token: int | None
     logprobs: tuple[TokenLogprob, ...] | None
     num_drafted: int
@@ -90,7 +94,7 @@ class Walk:
         self.row = row
         self.path = [0]
         self.emitted: list[int] = []
-        self.finish: Literal["stop", "length"] | None = None
+        self.finish: Finish | None = None
         self.done = False
         self.history: History | None = None
         if is_penalised(row.params):
@@ -123,6 +127,10 @@ class Walk:
         elif len(self.emitted) >= self.row.remaining:
             self.finish = "length"
         self.done = child is None or self.finish is not None
+
+    def fail(self) -> None:
+        """There is nothing to draw at the current node: NaN, +inf, or all of it forbidden."""
+        self.finish, self.done = "error", True
 
     def verdict(self, logprobs: tuple[TokenLogprob, ...] | None = None) -> Verdict:
         """What the walk came to, once `done`."""
@@ -163,9 +171,6 @@ def accept(
         trees: B draft trees.
         offsets: node i of row b is at `offsets[b] + i`; B entries are read.
         rows: B records.
-
-    Raises:
-        InvalidLogits: NaN, +inf or all -inf at a visited node; `rows` names the batch rows.
     """
     assert logits.dtype == torch.float32
     assert logits.ndim == 2
@@ -189,15 +194,12 @@ def _walk_argmax(
 ) -> None:
     """One argmax over all nodes decides every plain greedy row."""
     tokens, finite = greedy(logits)
-    bad = []
     for b in members:
         one = walks[b]
         while not one.done and finite[offsets[b] + one.path[-1]]:
             one.advance(tokens[offsets[b] + one.path[-1]])
         if not one.done:
-            bad.append(b)
-    if bad:
-        raise InvalidLogits(bad)
+            one.fail()
 
 
 def _walk_drawing(logits: Tensor, offsets: Sequence[int], walks: Sequence[Walk]) -> None:
@@ -207,7 +209,10 @@ def _walk_drawing(logits: Tensor, offsets: Sequence[int], walks: Sequence[Walk])
         try:
             tokens = draw(_select(logits, nodes), [walks[b].draw for b in active])
         except InvalidLogits as error:
-            raise InvalidLogits([active[i] for i in error.rows]) from None
+            # The others draw the same again.
+            for i in error.rows:
+                walks[active[i]].fail()
+            continue
         for b, token in zip(active, tokens, strict=True):
             walks[b].advance(token)
 

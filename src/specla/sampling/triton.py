@@ -393,8 +393,9 @@ def _accept_kernel(
     last_is_end = tl.sum((is_last & is_end).to(tl.int32), axis=0)
     bonus = tl.sum(tl.where(is_last, choice, 0), axis=0)
     bonus_is_end = tl.max(((ends == bonus) & (ends >= 0)).to(tl.int32), axis=0)
-    has_bonus = (num_drafts == 0) | ((last_is_end == 0) & (num_drafts < remaining))
-    invalid = has_bonus & (tl.sum((is_last & is_finite).to(tl.int32), axis=0) == 0)
+    draws = (num_drafts == 0) | ((last_is_end == 0) & (num_drafts < remaining))
+    invalid = draws & (tl.sum((is_last & is_finite).to(tl.int32), axis=0) == 0)
+    has_bonus = draws & (invalid == 0)
 
     emitted = num_drafts + has_bonus.to(tl.int32)
     is_cut = emitted < path_len
@@ -402,11 +403,7 @@ def _accept_kernel(
     finish = tl.where(is_stop, _STOP, tl.where(emitted >= remaining, _LENGTH, 0))
     had_chance = is_draft & ((is_cut == 0) | (depth <= emitted))
     finish = tl.where(invalid, _INVALID, finish)
-    on_path = tl.where(invalid & (node > 0), 0, on_path) > 0
-    path_len = tl.where(invalid, 1, path_len)
-    num_drafts = tl.where(invalid, 0, num_drafts)
-    emitted = tl.where(invalid, 0, emitted)
-    had_chance = had_chance & (invalid == 0)
+    on_path = on_path > 0
 
     # From here on nothing is read: some of it is overwritten.
     tl.debug_barrier()
