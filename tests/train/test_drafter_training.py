@@ -58,16 +58,16 @@ def test_answers_go_on_where_they_stopped(
     target: TargetModel, engine: Engine, texts: list[Text], tmp_path: Path
 ) -> None:
     path = tmp_path / "answers.jsonl"
-    answers = Answers(path, GREEDY)
+    answers = Answers(path, GREEDY, target.info.fingerprint)
     for i in (7, 2):
         answers.add(i, texts[i])
     whole = path.read_bytes()
     with path.open("a") as file:
         file.write('{"number": 3, "num_pro')
-    assert Answers(path, GREEDY).missing(9) == [0, 1, 3, 4, 5, 6, 8]
+    assert Answers(path, GREEDY, target.info.fingerprint).missing(9) == [0, 1, 3, 4, 5, 6, 8]
     assert path.read_bytes() == whole
     written = path.stat().st_mtime_ns
-    assert Answers(path, GREEDY).missing(3) == [0, 1]
+    assert Answers(path, GREEDY, target.info.fingerprint).missing(3) == [0, 1]
     assert path.stat().st_mtime_ns == written
     prompts = [Prompt(tokens=p, known=None) for p in PROMPTS[:9]]
     capture = Capture(target, (0,))
@@ -82,6 +82,49 @@ def test_answers_go_on_where_they_stopped(
     for name, other in (("max_tokens", {"max_tokens": 9}), ("temperature", {"temperature": 1})):
         with pytest.raises(ConfigError, match=f"the {name} they were begun with"):
             texts_of(engine, capture, prompts, replace(GREEDY, **other), path)
+
+
+def test_answers_are_of_one_target(
+    target: TargetModel, engine: Engine, texts: list[Text], tmp_path: Path
+) -> None:
+    """Another's are refused, and so are those that do not say whose they are; no byte is lost."""
+    path, mine = tmp_path / "answers.jsonl", target.info.fingerprint
+    prompts = [Prompt(tokens=p, known=None) for p in PROMPTS[:2]]
+
+    def ask() -> list[Text]:
+        return texts_of(engine, Capture(target, (0,)), prompts, GREEDY, path)
+
+    assert ask() == texts[:2]
+    own = path.read_text()
+    for others, says in (
+        (own.replace(mine, "of another"), "the target_fingerprint they .* has of another, now"),
+        (
+            own.replace(f'"target_fingerprint": "{mine}", ', ""),
+            f"whose they are.*{mine!r} to each",
+        ),
+    ):
+        assert others != own
+        path.write_text(others)
+        with pytest.raises(ConfigError, match=says):
+            ask()
+        assert path.read_text() == others
+
+
+@pytest.mark.parametrize("bad", ["{", "7", "[]", '{"number": 3}', '{"number": 1.5}', "\ufffd"])
+def test_a_damaged_answer_is_named(
+    target: TargetModel, texts: list[Text], tmp_path: Path, bad: str
+) -> None:
+    path = tmp_path / "answers.jsonl"
+    answers = Answers(path, GREEDY, target.info.fingerprint)
+    answers.add(0, texts[0])
+    with path.open("a") as file:
+        file.write(bad + "\n")
+    answers.add(2, texts[2])
+    with pytest.raises(ConfigError, match=r"answers.jsonl, line 2, must be an answer.*delete"):
+        Answers(path, GREEDY, target.info.fingerprint)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + lines[2])
+    assert Answers(path, GREEDY, target.info.fingerprint).missing(3) == [1]
 
 
 def test_a_capture_within_a_wider_one(target: TargetModel, texts: list[Text]) -> None:

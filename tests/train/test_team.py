@@ -239,7 +239,7 @@ def test_answers_are_shared_out(
     want = ask(tmp_path / "alone.jsonl", ALONE)
     assert temperature or want == texts[:9]
     path = tmp_path / "answers.jsonl"
-    Answers(part_of(path, 1), params).add(2, want[2])
+    Answers(part_of(path, 1), params, target.info.fingerprint).add(2, want[2])
     assert together(2, partial(ask, path)) == [want, want]
     numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()]
     # Number 2 was there; of the others every second is the main process's, and comes first.

@@ -64,16 +64,27 @@ def part_of(path: Path, number: int | str) -> Path:
     return path.with_name(f"{path.name}.part{number}")
 
 
+TARGET = "target_fingerprint"
+
+
 class Answers:
     """The file of answers: one JSON line each, in the order in which they ended.
 
+    Args:
+        fingerprint: of the target whose answers they are.
+
     Raises:
-        ConfigError: it holds answers that were asked for otherwise than by `params`.
+        ConfigError: it holds answers of another target, or that were asked for otherwise than by
+            `params`, or a line that is no answer.
     """
 
-    def __init__(self, path: Path, params: SamplingParams) -> None:
+    def __init__(self, path: Path, params: SamplingParams, fingerprint: str) -> None:
         self.path, self._params = path, params
-        self._asked = {"max_tokens": params.max_tokens, "temperature": params.temperature}
+        self._asked = {
+            TARGET: fingerprint,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+        }
         self.texts: dict[int, Text] = {}
         if path.exists():
             found = path.read_bytes()
@@ -82,12 +93,8 @@ class Answers:
             whole = found.rfind(b"\n") + 1
             if whole < len(found):
                 os.truncate(path, whole)
-            for line in found[:whole].decode("utf-8").splitlines():
-                row = json.loads(line)
-                self._check(row)
-                self.texts[row["number"]] = Text(
-                    tokens=tuple(row["tokens"]), num_prompt=row["num_prompt"]
-                )
+            for place, line in enumerate(found[:whole].splitlines(), start=1):
+                self._take(line, place)
 
     def add(self, number: int, text: Text) -> None:
         """Append one answer."""
@@ -100,14 +107,34 @@ class Answers:
     def take_parts(self) -> dict[int, Text]:
         """Move the answers of other processes' files into this one; all that there are now."""
         for path in sorted(self.path.parent.glob(part_of(self.path, "*").name)):
-            for number, text in Answers(path, self._params).texts.items():
+            part = Answers(path, self._params, str(self._asked[TARGET]))
+            for number, text in part.texts.items():
                 self.add(number, text)
             path.unlink()
         return self.texts
 
+    def _take(self, line: bytes, place: int) -> None:
+        """Read one line, the `place`-th."""
+        row = _row(line)
+        if row is None:
+            raise ConfigError(
+                f"{self.path}, line {place}, must be an answer with number, num_prompt and "
+                f"tokens, got {line.decode('utf-8', 'replace')!r:.80}; delete the line, and its "
+                "prompt is asked again"
+            )
+        self._check(row)
+        self.texts[row["number"]] = Text(tokens=tuple(row["tokens"]), num_prompt=row["num_prompt"])
+
     def _check(self, row: Mapping[str, Any]) -> None:
+        if TARGET not in row:
+            # Taken for this one's they would teach another's, and no figure would show it.
+            raise ConfigError(
+                f"answers must say whose they are, but {self.path} is of an earlier version and "
+                f"does not; if this target gave them, add {TARGET!r}: {self._asked[TARGET]!r} to "
+                "each line, else use another folder"
+            )
         for name, mine in self._asked.items():
-            # Files of old do not say.
+            # Files of old do not say how they were asked for.
             if row.get(name, mine) != mine:
                 raise ConfigError(
                     f"answers go on with the {name} they were begun with, but {self.path} has "
@@ -117,6 +144,18 @@ class Answers:
     def missing(self, count: int) -> list[int]:
         """Which of the prompts 0 .. count - 1 have no answer yet."""
         return [i for i in range(count) if i not in self.texts]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line of the file as `Answers.add` writes it; None: it is something else."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("tokens"), list):
+        return None
+    numbers = row.get("number"), row.get("num_prompt"), *row["tokens"]
+    return row if all(type(x) is int for x in numbers) else None
 
 
 class Capture:

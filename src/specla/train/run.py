@@ -122,9 +122,11 @@ def texts_of(
 
     Raises:
         ConfigError: known answers, and a temperature at which the target would say others; a
-            file of answers to other prompts, or of other params; a folder that not all see.
+            file of answers to other prompts, or of other params or another target; a folder that
+            not all see.
     """
-    answers = team.of_main(lambda: _kept(path, prompts, params))
+    target = engine.model.info.fingerprint
+    answers = team.of_main(lambda: _kept(path, prompts, params, target))
     todo = answers.missing(len(prompts))
     if params.temperature and any(prompts[i].known is not None for i in todo):
         raise ConfigError(
@@ -132,7 +134,7 @@ def texts_of(
             "target would sample is not known; leave the answers out"
         )
     mine = team.share(todo)
-    own = answers if team.main else Answers(part_of(path, team.number), params)
+    own = answers if team.main else Answers(part_of(path, team.number), params, target)
     done = len(prompts) - len(todo)
     total = done + len(mine)
     for number, text in _asked(engine, capture, {i: prompts[i] for i in mine}, params):
@@ -150,9 +152,9 @@ def texts_of(
     return [texts[i] for i in range(len(prompts)) if i in texts]
 
 
-def _kept(path: Path, prompts: Sequence[Prompt], params: SamplingParams) -> Answers:
+def _kept(path: Path, prompts: Sequence[Prompt], params: SamplingParams, target: str) -> Answers:
     """The file with everybody's answers so far."""
-    answers = Answers(path, params)
+    answers = Answers(path, params, target)
     answers.take_parts()
     for i, prompt in enumerate(prompts):
         text = answers.texts.get(i)
