@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,22 @@ def test_a_stream_dropped_by_another_ones_failure(
     with pytest.raises(SpeclaError, match="send the request again"):
         list(stream)
     assert [bare(c) for c in llm.generate(PROMPTS[0], GREEDY)]
+
+
+def test_threads_share_one(llm: LLM) -> None:
+    """Each has the tokens that it has alone; they are decoded together."""
+    params, began = [replace(SAMPLED, seed=i, max_tokens=24) for i in range(4)], steps(llm)
+    alone = [bare(llm.generate(*one)[0]) for one in zip(PROMPTS, params, strict=True)]
+    one_by_one, began = steps(llm) - began, steps(llm)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        for _ in range(3):
+            found = threads.map(llm.generate, PROMPTS, params)
+            assert [bare(one) for (one,) in found] == alone
+    assert steps(llm) - began < 3 * one_by_one
+
+
+def steps(llm: LLM) -> int:
+    return llm.engine.stats.steps
 
 
 def test_an_interrupt_leaves_a_working_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

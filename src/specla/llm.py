@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import index
 from pathlib import Path
+from threading import RLock
 from typing import cast
 
 import torch
@@ -35,7 +36,8 @@ Progress = Callable[[int, int], None]
 
 
 class LLM:
-    """A target model, its tokenizer, a drafter and an engine.
+    """A target model, its tokenizer, a drafter and an engine. Several threads may use one: each
+    round is run by one of them, over what all have asked for.
 
     Args:
         model: "demo", a directory, or a hub id.
@@ -97,6 +99,7 @@ class LLM:
         self.engine.capture(capture_progress)
         self._ids = itertools.count()
         self._inboxes: dict[str, deque[StreamDelta]] = {}
+        self._one_at_a_time = RLock()
 
     def _load(self, costs: str, progress: Progress | None) -> None:
         config = self.config
@@ -158,8 +161,9 @@ class LLM:
         """Draft from now on as if nothing had been answered yet: a budget that has seen nothing,
         and a drafter that remembers nothing, which is another one only where it has to be. No
         request may be running."""
-        mine = self.engine.drafter
-        self.engine.use(self.new_drafter() if mine.info.remembers else mine)
+        with self._one_at_a_time:
+            mine = self.engine.drafter
+            self.engine.use(self.new_drafter() if mine.info.remembers else mine)
 
     def _find_drafter(self, target: Path) -> ResolvedConfig:
         """The configuration with a trained drafter's folder in its name: where nobody chose, and
@@ -250,21 +254,24 @@ class LLM:
         inbox: deque[StreamDelta] = deque()
         added: list[Request] = []
         try:
-            for request in requests:
-                self.engine.add(request)
-                added.append(request)
-                self._inboxes[request.request_id] = inbox
-            left = len(requests)
+            with self._one_at_a_time:
+                for request in requests:
+                    self.engine.add(request)
+                    added.append(request)
+                    self._inboxes[request.request_id] = inbox
+            left = dict.fromkeys(request.request_id for request in requests)
             while left:
                 while not inbox:
-                    self._step(requests)
+                    self._step(inbox, left)
                 delta = inbox.popleft()
-                left -= delta.completion is not None
+                if delta.completion is not None:
+                    del left[delta.request_id]
                 yield delta
         finally:
-            for request in added:
-                self.engine.abort(request.request_id)
-                del self._inboxes[request.request_id]
+            with self._one_at_a_time:
+                for request in added:
+                    self.engine.abort(request.request_id)
+                    del self._inboxes[request.request_id]
 
     def _which_gpu(self) -> int | None:
         """The index of the GPU asked for; "cuda" is the current one."""
@@ -284,17 +291,22 @@ class LLM:
         if torch.get_num_threads() != self.config.threads:
             torch.set_num_threads(self.config.threads)
 
-    def _step(self, requests: Sequence[Request]) -> None:
-        self._use_threads()
-        self._use_gpu()
-        if not any(self.engine.scheduler.find(request.request_id) for request in requests):
-            raise SpeclaError(
-                "a request must stay in the engine until it completes, but a round that failed "
-                "dropped it; see the error raised then, and send the request again"
-            )
-        for delta in self.engine.step():
-            if delta.request_id in self._inboxes:
-                self._inboxes[delta.request_id].append(delta)
+    def _step(self, inbox: Sequence[StreamDelta], left: Iterable[str]) -> None:
+        """A step of the engine, unless another thread's has filled the inbox meanwhile. left:
+        requests that are not complete."""
+        with self._one_at_a_time:
+            if inbox:
+                return
+            self._use_threads()
+            self._use_gpu()
+            if not any(map(self.engine.scheduler.find, left)):
+                raise SpeclaError(
+                    "a request must stay in the engine until it completes, but a round that "
+                    "failed dropped it; see the error raised then, and send the request again"
+                )
+            for delta in self.engine.step():
+                if delta.request_id in self._inboxes:
+                    self._inboxes[delta.request_id].append(delta)
 
 
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:

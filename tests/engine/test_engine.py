@@ -100,7 +100,7 @@ def test_the_phases_of_the_test_above(target: TargetModel) -> None:
         engine.add(one)
     assert len(engine.scheduler.waiting) == 4
     engine.step()
-    assert [one.request.request_id for one in engine.scheduler.waiting] == ["one"]
+    assert list(engine.scheduler.waiting) == ["one"]
     assert not engine.scheduler.running["long"].ready
     assert engine.scheduler.running["loop"].acceptance.rounds == 1
 

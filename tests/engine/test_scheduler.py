@@ -36,10 +36,10 @@ def test_first_come_first_served() -> None:
     for name in "abcd":
         s.add(sequence(name))
     s.admit()
-    assert (names(s.ready()), names(s.waiting)) == (["a", "b"], ["c", "d"])
+    assert (names(s.ready()), names(s.waiting.values())) == (["a", "b"], ["c", "d"])
     s.remove(s.running["a"])
     s.admit()
-    assert (names(s.ready()), names(s.waiting)) == (["b", "c"], ["d"])
+    assert (names(s.ready()), names(s.waiting.values())) == (["b", "c"], ["d"])
     assert [row.slot for row in s.ready()] == [2, 1]
 
 
@@ -62,7 +62,7 @@ def test_find_and_remove_in_every_phase() -> None:
     s = scheduler(1)
     s.add(sequence("a"))
     s.add(sequence("b"))
-    assert s.find("a") is s.waiting[0]
+    assert s.find("a") is s.waiting["a"]
     s.admit()
     assert s.find("a") is s.running["a"]
     waiting = s.find("b")
@@ -114,7 +114,7 @@ def test_no_more_forks_than_free_slots() -> None:
         s.add(sequence(name, prompt))
     s.admit()
     prefilled(s, "a")
-    assert (names(s.ready()), names(s.waiting)) == (["a", "b"], ["c"])
+    assert (names(s.ready()), names(s.waiting.values())) == (["a", "b"], ["c"])
     s.remove(s.running["a"])
     s.admit()
     assert names(s.prefilling()) == ["c"]
@@ -142,7 +142,7 @@ def test_slots_are_never_lost_or_shared(actions: list[str]) -> None:
         elif action == "leave" and s.running:
             s.remove(next(iter(s.running.values())))
         elif action == "drop" and s.waiting:
-            s.remove(s.waiting[-1])
+            s.remove(list(s.waiting.values())[-1])
         slots = [row.slot for row in s.running.values()]
         assert len(set(slots)) == len(slots)
         assert 0 not in slots

@@ -7,8 +7,8 @@ prefilled once: the first to be ready is forked into every free slot its sibling
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 from specla.engine.running import Running
 from specla.errors import RequestRejected
@@ -17,11 +17,12 @@ from specla.state import State
 
 
 class Scheduler:
-    """Waiting requests and running sequences; owns the slots' assignment."""
+    """Waiting requests and running sequences, by id and in order of arrival; owns the slots'
+    assignment."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self.waiting: deque[Running] = deque()
+        self.waiting: dict[str, Running] = {}
         self.running: dict[str, Running] = {}
 
     def add(self, sequence: Running) -> None:
@@ -36,31 +37,27 @@ class Scheduler:
                 f"request_id must be unique among live requests, got {name!r} twice",
                 param="request_id",
             )
-        self.waiting.append(sequence)
+        self.waiting[name] = sequence
 
     def find(self, request_id: str) -> Running | None:
         """The live sequence of that id, waiting or running."""
-        if request_id in self.running:
-            return self.running[request_id]
-        return next((s for s in self.waiting if s.request.request_id == request_id), None)
+        return self.running.get(request_id) or self.waiting.get(request_id)
 
     def admit(self) -> None:
         """Give free slots to waiting sequences, oldest first. One whose prompt is being prefilled
         has its slot kept, and starts in it as a fork of that prefill."""
         begun = {s.prompt for s in self.prefilling()}
-        for sequence in list(self.waiting)[: self._state.pool.num_free]:
+        for sequence in list(islice(self.waiting.values(), self._state.pool.num_free)):
             if sequence.prompt not in begun:
-                self.waiting.remove(sequence)
                 self._start(sequence, self._state.acquire())
                 begun |= set() if sequence.ready else {sequence.prompt}
 
     def share_prefill(self, ready: Running) -> list[int]:
         """Fork a sequence that has just been prefilled to waiting ones with the same prompt.
         Returns the slots that they have got."""
-        same = [s for s in self.waiting if s.request.prompt_token_ids == ready.prompt]
+        same = [s for s in self.waiting.values() if s.prompt == ready.prompt]
         forks = same[: self._state.pool.num_free]
         for sequence in forks:
-            self.waiting.remove(sequence)
             self._start(sequence, self._state.fork(ready.slot))
             sequence.num_prefilled = ready.num_prefilled
         return [sequence.slot for sequence in forks]
@@ -75,15 +72,17 @@ class Scheduler:
 
     def remove(self, sequence: Running) -> None:
         """Forget a sequence; erase and free its slot if it has one."""
-        if sequence.request.request_id in self.running:
-            del self.running[sequence.request.request_id]
+        name = sequence.request.request_id
+        if name in self.running:
+            del self.running[name]
             self._state.release(sequence.slot)
         else:
-            self.waiting.remove(sequence)
+            del self.waiting[name]
 
     def _start(self, sequence: Running, slot: int) -> None:
+        name = sequence.request.request_id
         sequence.slot = slot
-        self.running[sequence.request.request_id] = sequence
+        self.running[name] = self.waiting.pop(name)
 
 
 def request_fits(request: Request, vocab_size: int) -> None:
