@@ -7,6 +7,7 @@ import io
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from completions import completion
 
 from specla import drafters
 from specla.errors import ConfigError, RequestRejected
-from specla.request import Completion, SamplingParams, StreamDelta
+from specla.request import Completion, Request, SamplingParams, StreamDelta
 
 DRAFTERS = ("auto", "none", "ngram", "suffix")
 
@@ -38,7 +39,11 @@ class StubLLM:
         self.name, self.options, self.calls = model, options, []
         self.drafters_seen: list[Any] = []
         template = self.behaviour.get("chat_template", True)
-        self.tokenizer = types.SimpleNamespace(has_chat_template=template)
+        self.tokenizer = types.SimpleNamespace(
+            has_chat_template=template,
+            encode=lambda text: list(text.encode()),
+            apply_chat_template=lambda turns: list(turns[-1]["content"].encode()),
+        )
         info = types.SimpleNamespace(architecture="StubForCausalLM", fingerprint="00")
         self.model = types.SimpleNamespace(
             info=info,
@@ -50,7 +55,7 @@ class StubLLM:
         self.config = types.SimpleNamespace(
             drafter=name, drafter_options={}, summary=lambda: {"drafter": name, "reasons": {}}
         )
-        self.engine = types.SimpleNamespace(drafter=None)
+        self.engine = StubEngine(self)
         if options.get("progress"):
             options["progress"](1, 1)
         self.made.append(self)
@@ -103,6 +108,31 @@ class StubLLM:
         return completion(
             prompt=prompt, text=" ".join(words), ids=ids, params=params, options=self.options
         )
+
+
+class StubEngine:
+    """One slot, which takes the latest request: answers do not come in the order of the prompts.
+    behaviour["dies"]: what the step of that number raises."""
+
+    def __init__(self, llm: StubLLM) -> None:
+        self.drafter, self._llm = None, llm
+        self.state = types.SimpleNamespace(pool=types.SimpleNamespace(num_slots=1))
+        self.waiting: list[Request] = []
+        self.steps = 0
+
+    def add(self, request: Request) -> None:
+        self._llm.generate(bytes(request.prompt_token_ids).decode(), request.params)
+        self.waiting.append(request)
+
+    def step(self) -> list[StreamDelta]:
+        self.steps += 1
+        number, error = self._llm.behaviour.get("dies", (0, None))
+        if number == self.steps:
+            raise error
+        request = self.waiting.pop()
+        prompt = bytes(request.prompt_token_ids).decode()
+        found = self._llm.answer(prompt, replace(request.params, seed=request.seed))
+        return [delta("", (), replace(found, request_id=request.request_id))]
 
 
 def delta(text: str, ids: tuple[int, ...], end: Completion | None) -> StreamDelta:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from specla.cli import main
+from specla.cli.loading import load
+from specla.request import SamplingParams
 
 CAPTURE = pytest.CaptureFixture[str]
 Run = Callable[..., tuple[int, list[dict[str, Any]]]]
@@ -115,3 +117,62 @@ def test_lines_from_standard_input(
 
 def test_empty_file(run: Run) -> None:
     assert run([]) == (0, [])
+
+
+def test_a_run_that_dies_has_printed_what_had_ended(run: Run, stub: Any) -> None:
+    """In order, without the lines that had not; the stub's engine takes the latest of two."""
+    lines = [{"prompt": text} for text in ("a", "b", "c", "d")] + [{"prompt": ""}]
+    stub.behaviour["dies"] = 4, RuntimeError("no more")
+    code, records = run(lines)
+    assert code == 1
+    assert [r["line"] for r in records] == [2, 3, 4, 5]
+    assert stub.made[0].engine.waiting[0].request_id == "1.0"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from specla.models.toy import write_toy_checkpoint
+
+    return str(write_toy_checkpoint(tmp_path_factory.mktemp("toy")))
+
+
+def test_slots_are_refilled_as_they_become_free(
+    toy: str, tmp_path: Path, capsys: CAPTURE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a real engine: as many steps as if all lines had been given at once, with lines that the
+    engine rejects among them; each answer is its prompt's."""
+    from specla.llm import LLM
+
+    flags = [
+        "--drafter",
+        "none",
+        "--max-slots",
+        "3",
+        "--temperature",
+        "1",
+        "--ignore-eos",
+        "--raw",
+    ]
+    jobs: list[dict[str, Any]] = [
+        {"prompt": f"line {i}", "params": {"max_tokens": (20, 1, 2)[i % 3], "seed": 7 * i}}
+        for i in range(30)
+    ]
+    jobs[4]["params"]["n"] = 2
+    rejected = {"prompt": "x", "params": {"logit_bias": {"99999": 1}}}
+    path, seen = tmp_path / "p.jsonl", list[LLM]()
+    path.write_text("".join(json.dumps(x) + "\n" for x in [*jobs[:9], rejected, *jobs[9:]]))
+
+    def kept(*given: Any) -> LLM:
+        seen.append(load(*given))
+        return seen[-1]
+
+    monkeypatch.setattr("specla.cli.batch.load", kept)
+    assert main(["generate", toy, "--prompts", str(path), *flags]) == 1
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "logit_bias" in records.pop(10)["error"]["message"]
+    (mine,) = seen
+    other = LLM(toy, drafter="none", max_slots=3)
+    params = [SamplingParams(temperature=1, ignore_eos=True, **job["params"]) for job in jobs]
+    wanted = other.generate([job["prompt"] for job in jobs], params)
+    assert [tuple(r["token_ids"]) for r in records] == [c.token_ids for c in wanted]
+    assert mine.engine.stats.steps <= other.engine.stats.steps

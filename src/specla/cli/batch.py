@@ -7,7 +7,9 @@ at the end is 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -18,14 +20,13 @@ from specla.cli.prompts import BadLine, Job, open_lines, read_jobs
 from specla.cli.records import completion_record, dumps, error_record, run_record
 from specla.cli.single import print_line
 from specla.errors import GenerationFailed, RequestRejected
-from specla.request import Completion, SamplingParams
+from specla.request import Completion, Request, SamplingParams
 
 if TYPE_CHECKING:
     from specla.llm import LLM
 
-# Lines handed to the engine at once, per slot: enough to keep every slot busy, few enough that
-# results appear while the file is still running.
-LINES_PER_SLOT = 4
+# Requests in the engine per slot: the next line waits there when a slot becomes free.
+AHEAD = 2
 
 Outcome = list[Completion] | Exception
 
@@ -35,51 +36,109 @@ def run_batch(
 ) -> int:
     """Run every line of a prompt file; 1 if any failed."""
     with closing(open_lines(path)) as lines:
-        jobs = list(read_jobs(lines, params))
+        items = list(read_jobs(lines, params))
     with progress_bars(wanted=bars) as tick:
         llm = load(engine, tick)
-    form, failed = prompt_format(llm, chat), 0
-    run = run_record(llm, engine.model)
+    form = prompt_format(llm, chat)
+    output = _Output(items, form, run_record(llm, engine.model))
+    jobs = [item for item in items if isinstance(item, Job)]
     with progress_bars(wanted=bars) as tick:
-        for done, group in _groups(jobs, LINES_PER_SLOT * engine.max_slots):
-            outcomes = _run_group(llm, [x for x in group if isinstance(x, Job)], form)
-            for item in group:
-                outcome = item.error if isinstance(item, BadLine) else outcomes[item.line]
-                failed += isinstance(outcome, Exception)
-                for record in _records(item, outcome, form):
-                    print_line(dumps(record if "error" in record else record | run))
-            if tick is not None:
-                tick("prompts", done, len(jobs))
-    return 1 if failed else 0
+        try:
+            for done, (line, outcome) in enumerate(_outcomes(llm, jobs, form), start=1):
+                output.add(line, outcome)
+                if tick is not None:
+                    tick("prompts", done, len(jobs))
+        finally:
+            output.rest()
+    return 1 if output.failed else 0
 
 
-def _groups(
-    jobs: Sequence[Job | BadLine], size: int
-) -> Iterator[tuple[int, Sequence[Job | BadLine]]]:
-    for start in range(0, len(jobs), size):
-        group = jobs[start : start + size]
-        yield start + len(group), group
+class _Output:
+    """Records in the order of the lines, each as soon as those before it are there."""
+
+    def __init__(
+        self, items: Sequence[Job | BadLine], form: str, run: Mapping[str, object]
+    ) -> None:
+        self._left, self._form, self._run = deque(items), form, run
+        self._ended: dict[int, Outcome] = {
+            item.line: item.error for item in items if isinstance(item, BadLine)
+        }
+        self.failed = 0
+
+    def add(self, line: int, outcome: Outcome) -> None:
+        """A line has ended."""
+        self._ended[line] = outcome
+        while self._left and self._left[0].line in self._ended:
+            self._print(self._left.popleft())
+
+    def rest(self) -> None:
+        """The run is over: what has ended is not lost, though lines before it have not."""
+        for item in self._left:
+            if item.line in self._ended:
+                self._print(item)
+
+    def _print(self, item: Job | BadLine) -> None:
+        outcome = self._ended.pop(item.line)
+        self.failed += isinstance(outcome, Exception)
+        for record in _records(item, outcome, self._form):
+            print_line(dumps(record if "error" in record else {**record, **self._run}))
 
 
-def _run_group(llm: LLM, jobs: Sequence[Job], form: str) -> dict[int, Outcome]:
-    """All jobs at once; one at a time if the engine rejects any, to find which."""
+def _outcomes(llm: LLM, jobs: Sequence[Job], form: str) -> Iterator[tuple[int, Outcome]]:
+    """(line, what came of it), in the order in which lines end. Slots are refilled as they become
+    free; a line that the engine rejects takes none."""
+    waiting, live = deque(jobs), dict[str, Job]()
+    ended: dict[int, dict[str, Completion]] = {job.line: {} for job in jobs}
+    while waiting or live:
+        while waiting and len(live) < AHEAD * llm.engine.state.pool.num_slots:
+            job = waiting.popleft()
+            try:
+                for request in _requests(llm, job, form):
+                    llm.engine.add(request)
+                    live[request.request_id] = job
+            except RequestRejected as error:
+                yield job.line, error
+        for delta in llm.engine.step():
+            if (one := delta.completion) is not None:
+                job = live.pop(one.request_id)
+                ended[job.line][one.request_id] = one
+                if len(ended[job.line]) == job.params.n:
+                    yield job.line, _outcome(job, ended.pop(job.line))
+
+
+def _requests(llm: LLM, job: Job, form: str) -> list[Request]:
+    """As `LLM.generate` and `LLM.chat` ask: completion i of n draws with seed + i.
+
+    Raises:
+        RequestRejected: the chat template does not take the conversation.
+    """
+    if _is_chat(job, form):
+        tokens = llm.tokenizer.apply_chat_template(_conversation(job))
+    else:
+        tokens = llm.tokenizer.encode(job.prompt or "")
+    given = job.params.seed
+    seed = secrets.randbits(63) if given is None else given
+    return [
+        Request(
+            request_id=_id(job, i),
+            prompt_token_ids=tuple(tokens),
+            params=job.params,
+            seed=(seed + i) % 2**64,
+        )
+        for i in range(job.params.n)
+    ]
+
+
+def _id(job: Job, index: int) -> str:
+    return f"{job.line}.{index}"
+
+
+def _outcome(job: Job, ended: Mapping[str, Completion]) -> Outcome:
+    """A job's completions in order, or the error of the first that failed."""
     try:
-        return dict(_run(llm, jobs, form))
-    except RequestRejected as error:
-        if len(jobs) == 1:
-            return {jobs[0].line: error}
-        return {k: v for job in jobs for k, v in _run_group(llm, [job], form).items()}
-
-
-def _run(llm: LLM, jobs: Sequence[Job], form: str) -> Iterator[tuple[int, Outcome]]:
-    raw = [job for job in jobs if not _is_chat(job, form)]
-    turns = [job for job in jobs if _is_chat(job, form)]
-    if raw:
-        params = [job.params for job in raw]
-        yield from _deal(raw, llm.generate([job.prompt or "" for job in raw], params))
-    if turns:
-        params = [job.params for job in turns]
-        yield from _deal(turns, llm.chat([_conversation(job) for job in turns], params))
+        return [checked(ended[_id(job, i)]) for i in range(job.params.n)]
+    except GenerationFailed as error:
+        return error
 
 
 def _is_chat(job: Job, form: str) -> bool:
@@ -88,17 +147,6 @@ def _is_chat(job: Job, form: str) -> bool:
 
 def _conversation(job: Job) -> list[Message]:
     return list(job.messages) if job.messages is not None else user_turn(job.prompt or "")
-
-
-def _deal(jobs: Sequence[Job], completions: Sequence[Completion]) -> Iterator[tuple[int, Outcome]]:
-    """Give each job its n completions, which come in order, or the error of one that failed."""
-    start = 0
-    for job in jobs:
-        try:
-            yield job.line, [checked(c) for c in completions[start : start + job.params.n]]
-        except GenerationFailed as error:
-            yield job.line, error
-        start += job.params.n
 
 
 def _records(item: Job | BadLine, outcome: Outcome, form: str) -> list[dict[str, object]]:
