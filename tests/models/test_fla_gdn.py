@@ -120,6 +120,18 @@ def test_fingerprint_names_the_weights_not_the_files(tmp_path: Path) -> None:
     assert len({plain, *others}) == 4
 
 
+def test_fingerprint_sees_past_the_first_row(tmp_path: Path) -> None:
+    """As a fine-tuned copy may have it: no tensor differs in its first bytes."""
+    folder = write_toy_checkpoint(tmp_path)
+    before = load(folder).info.fingerprint
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for tensor in tensors.values():
+        tensor[1:] *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert load(folder).info.fingerprint != before
+
+
 def test_end_tokens_come_from_generation_config_then_config(tmp_path: Path) -> None:
     folder = write_toy_checkpoint(tmp_path)
     generation = folder / "generation_config.json"

@@ -23,7 +23,8 @@ KernelChoice = Callable[[int, int], str]
 class ModelInfo:
     """What the engine and drafters may know about a target. No tensors.
 
-    fingerprint: hex digest of config and weight index, names the target in drafter configs.
+    fingerprint: hex digest of config and samples of the weights, names the target in drafter
+        configs.
     """
 
     architecture: str
