@@ -44,7 +44,7 @@ FILES = [Path(m.__file__) for m in MODULES]
 SHARED = 228 * 1024  # bytes of a multiprocessor; 1 KiB of each program's is not its own
 TILES = (
     fused.FusedTile(),
-    fused.FusedTile(ahead=2, keep=True, together=False),
+    fused.FusedTile(ahead=2, keep=True, together=False, flight=5),
     fused.FusedTile(whole=False, ask=1),
     fused.FusedTile(programs=3, whole=False, stages=2, registers=168, keep=True, flight=2),
 )
@@ -103,7 +103,7 @@ def on_numpy(p: Problem, layer: LayerState, programs: int, whole: bool) -> Tenso
             "H": s.num_key_heads, "G": s.num_value_heads, "K": s.key_dim, "V": s.value_dim,
             "W": s.conv_width, "STRIDE": p.y.stride(0), "STAGES": 4 if whole else 2,
             "AHEAD": 2, "WHOLE": whole, "ASK": 3 if whole else 1, "TOGETHER": whole,
-            "FLIGHT": 5 if whole else 2, "KEEP": "" if whole else "evict_last", "PDL": True,
+            "FLIGHT": 8 if whole else 2, "KEEP": "" if whole else "evict_last", "PDL": True,
         },
         ASSEMBLY,
     )  # fmt: skip
@@ -243,7 +243,7 @@ def test_compiles_for_hopper(tmp_path: Path, tile: fused.FusedTile) -> None:
     )
     lines = (told.stdout + told.stderr).splitlines()
     spilt = next(line for line in lines if "spill stores" in line)
-    most = 512 if tile.registers else 128
+    most = 128 if tile.whole else 512
     assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= most, spilt
 
 

@@ -94,10 +94,10 @@ class FusedTile(NamedTuple):
     registers and a flight of 2. ahead: tiles of a program's first unit that are asked into L2
     beside the two in the ring (of every unit's two were lost: 8 us of 131). whole: S is asked for
     by tiles, not by pieces (2 us). stages: pieces of the ring. registers: of a thread, at most; 0:
-    as many as there are. ask: the tile before which the next unit's inputs and log are asked into
-    L2 (-1: never). together: whole tiles are written at once. flight: tiles of the
-    convolution on their way at a time. keep: y and o stay in L2 if they can, past which S streams.
-    Speed, never bits."""
+    as many as there are. keep: y and o stay in L2 if they can, past which S streams. ask: the tile
+    before which the next unit's inputs and log are asked into L2 (-1: never). together: whole
+    tiles are written at once. flight: how many of the convolution's eight tiles are on their way
+    at a time. Speed, never bits."""
 
     programs: int = 2
     ahead: int = 0
@@ -107,7 +107,7 @@ class FusedTile(NamedTuple):
     keep: bool = False
     ask: int = 3
     together: bool = True
-    flight: int = 5
+    flight: int = 8
 
 
 def fits(shape: RecurrentShape, num_nodes: int, max_log: int) -> bool:

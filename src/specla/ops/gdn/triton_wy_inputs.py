@@ -338,7 +338,6 @@ def make_inputs(
     if FLIGHT >= 4:
         e0 = gl.load(e_at, mask=known, other=0.0)
         e1 = gl.load(e_at + _COLUMNS, mask=known, other=0.0)
-        newest = _newest_inputs(row, found, key_head, H, G, K, V, W, STRIDE)
     raw = ()
     for i in gl.static_range(FLIGHT):
         at = _tile_at(key_head, i, H, K, V)
@@ -349,6 +348,8 @@ def make_inputs(
     out = inputs_out + (node[:, None] * C + column[None, :])
     x = ()
     for i in gl.static_range(4):
+        if i == 1 and FLIGHT >= 4:
+            newest = _newest_inputs(row, found, key_head, H, G, K, V, W, STRIDE)
         raw, x = _make_tile(
             raw, x, i, origins, taps, column, out, mask, key_head, H, K, V, FLIGHT, KEEP
         )  # fmt: skip
