@@ -26,7 +26,7 @@ from specla import drafters
 from specla.drafters.base import DraftRow, Observation
 from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
-from specla.errors import CapacityExceeded, InvalidTree, RequestRejected
+from specla.errors import RequestRejected
 from specla.models.base import TargetModel
 from specla.request import Completion
 from specla.testing import OracleDrafter
@@ -246,36 +246,6 @@ def test_a_tokenizer_that_fails(target: TargetModel, alone: dict[str, Completion
     check_rules(engine)
     assert "walk" not in engine.scheduler.running
     same_as(alone, finish(engine, run))
-
-
-class Saying(NoDrafter):
-    """Offers the same tree to everyone."""
-
-    def __init__(self, *tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-    def draft(self, rows: list[DraftRow]) -> list[DraftTree]:
-        return [DraftTree.chain(self.tokens[0], self.tokens[1:]) for _ in rows]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "error", "message"),
-    [
-        (range(WALK[-1], VOCAB), CapacityExceeded, "max_nodes"),
-        ((WALK[-1] + 1, 5), InvalidTree, "node 0 must be the row's last token"),
-        ((WALK[-1], 5, VOCAB), InvalidTree, r"in \[0, 24\), got 24"),
-    ],
-)
-def test_a_drafter_that_breaks_its_contract(
-    target: TargetModel, tokens: tuple[int, ...], error: type[Exception], message: str
-) -> None:
-    """Its bugs are errors, never another text."""
-    engine = make_engine(target, Saying(*tokens), nodes=4)
-    engine.add(request("a", WALK))
-    with pytest.raises(error, match=message):
-        engine.step()
-    check_whole(engine)
 
 
 class Watching(NoDrafter):

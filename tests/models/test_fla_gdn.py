@@ -132,6 +132,17 @@ def test_fingerprint_sees_past_the_first_row(tmp_path: Path) -> None:
     assert load(folder).info.fingerprint != before
 
 
+def test_weights_that_give_no_finite_logits_are_named(tmp_path: Path) -> None:
+    """... and not the machine."""
+    folder = write_toy_checkpoint(tmp_path)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    next(x for name, x in tensors.items() if name.endswith("o_norm.weight"))[0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(InvalidCheckpoint, match="finite logits"):
+        load(folder).check_rows(4)
+
+
 def test_end_tokens_come_from_generation_config_then_config(tmp_path: Path) -> None:
     folder = write_toy_checkpoint(tmp_path)
     generation = folder / "generation_config.json"

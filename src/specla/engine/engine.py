@@ -10,7 +10,7 @@ recurrence family.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from specla.drafters.base import (
     TwofoldDrafter,
 )
 from specla.engine.cost import CostTable
+from specla.engine.drafts import check_drafts
 from specla.engine.kernels import Kernels
 from specla.engine.prices import Prices
 from specla.engine.prompts import Prompts
@@ -34,7 +35,6 @@ from specla.engine.scheduler import Scheduler, request_fits
 from specla.engine.spending import Spending
 from specla.engine.stats import EngineStats
 from specla.engine.text import Decoder
-from specla.errors import InvalidTree
 from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.request import Request, StreamDelta
@@ -219,11 +219,13 @@ class Engine:
         try:
             yield
         except BaseException:
-            for row in rows:
-                if self.scheduler.find(row.request.request_id) is row:
-                    if row.finish_reason is None:
-                        row.end("abort", None)
-                    self._free(row)
+            # All of them, whatever a drafter makes of forgetting one.
+            with ExitStack() as each:
+                for row in rows:
+                    if self.scheduler.find(row.request.request_id) is row:
+                        if row.finish_reason is None:
+                            row.end("abort", None)
+                        each.callback(self._free, row)
             raise
 
     def _round(self, rows: Sequence[Running]) -> list[Verdict]:
@@ -284,43 +286,24 @@ class Engine:
     ) -> list[Verdict]:
         """The host's acceptance for every row that has no verdict yet."""
         open_ = [b for b, verdict in enumerate(judged) if verdict is None]
-        found = self._accept(
+        found = accept(
             logits,
             [trees[b] for b in open_],
             [offsets[b] for b in open_],
-            [rows[b] for b in open_],
+            [rows[b].law() for b in open_],
         )
         mine = dict(zip(open_, found, strict=True))
         return [mine[b] if v is None else v for b, v in enumerate(judged)]
 
-    def _accept(
-        self,
-        logits: Tensor,
-        trees: Sequence[DraftTree],
-        offsets: Sequence[int],
-        rows: Sequence[Running],
-    ) -> list[Verdict]:
-        """One verdict per row."""
-        return accept(logits, trees, offsets, [row.law() for row in rows])
-
     def _draft(self, rows: Sequence[Running]) -> list[DraftTree]:
-        """The drafter's trees. A wrong guess is free, a wrong node 0 would be another text."""
+        """The drafter's trees."""
+        lengths = [len(row.tokens) for row in rows]
         asked = [row.draft_row(self.state.max_nodes) for row in rows]
         trees = (self.spending or self.drafter).draft(asked)
-        vocab_size = self.model.info.vocab_size
-        for row, tree in zip(rows, trees, strict=True):
-            if tree.tokens[0] != row.tokens[-1]:
-                raise InvalidTree(
-                    f"node 0 must be the row's last token, {row.tokens[-1]}, got {tree.tokens[0]} "
-                    f"from drafter {self.drafter.info.name}",
-                    node=0,
-                )
-            if (top := max(tree.tokens)) >= vocab_size:
-                raise InvalidTree(
-                    f"drafts must be token ids in [0, {vocab_size}), got {top} from drafter "
-                    f"{self.drafter.info.name}",
-                    node=tree.tokens.index(top),
-                )
+        check_drafts(
+            trees, rows, lengths, vocab_size=self.model.info.vocab_size,
+            drafter=self.drafter.info.name,
+        )  # fmt: skip
         if self.spending is not None:
             return self.spending.choose([row.slot for row in rows], trees)
         return trees
@@ -340,10 +323,12 @@ class Engine:
         return row.last_delta(self.drafter.info, self.mode, self.kernels.source)
 
     def _free(self, row: Running) -> None:
-        if row.slot:
-            self.drafter.reset(row.slot)
-            if self.spending is not None:
-                self.spending.reset(row.slot)
-        self.scheduler.remove(row)
-        reason = row.finish_reason or "abort"
-        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        try:
+            if row.slot:
+                self.drafter.reset(row.slot)
+                if self.spending is not None:
+                    self.spending.reset(row.slot)
+        finally:
+            self.scheduler.remove(row)
+            reason = row.finish_reason or "abort"
+            self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1

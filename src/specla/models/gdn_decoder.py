@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specla.config import prefill_kernels
-from specla.errors import ExactnessUnavailable
+from specla.errors import ExactnessUnavailable, InvalidCheckpoint
 from specla.models.features import Features
 from specla.models.gdn_weights import BlockWeights, DecoderWeights
 from specla.ops import conv, gdn
@@ -258,6 +258,7 @@ class Decoder:
             state.reset(slot)
             chain = DraftTree((0, leaf), (-1, 0))
             alone = self.verify(state.begin([slot], [chain]), state)
+            _require_finite(alone[1], "logits")
             for at in (leaf, plan.offsets[1] + leaf):
                 if not torch.equal(alone[1], many[at]):
                     raise ExactnessUnavailable(
@@ -270,6 +271,8 @@ class Decoder:
         """The same chunk twice must leave the same bits. Also compiles the kernels."""
         for slot in slots:
             self.prefill([0, 1, 0], slot, state)
+            for layer in state.layers:
+                _require_finite(layer.S[slot], "states")
         one, two = slots
         if not all(
             torch.equal(stored[one], stored[two])
@@ -282,6 +285,14 @@ class Decoder:
             )
         for slot in slots:
             state.reset(slot)
+
+
+def _require_finite(x: Tensor, what: str) -> None:
+    if not x.isfinite().all():
+        raise InvalidCheckpoint(
+            f"the weights must give finite {what}, got NaN or infinities over two tokens; look for "
+            "them in the checkpoint, or load it in a wider dtype"
+        )
 
 
 def _prefill_conv(tail: Tensor, x: Tensor, weight: Tensor) -> Tensor:
