@@ -241,6 +241,19 @@ def test_bad_prompts(llm: LLM, prompts: Any) -> None:
     assert llm.engine.stats.acceptance.rounds == rounds
 
 
+def test_what_is_no_list(llm: LLM) -> None:
+    for prompts in (None, 5, b"abc", {"prompt": "x"}):
+        with pytest.raises(RequestRejected, match="prompts must be a list"):
+            llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    for messages in ("hi", HELLO[0], None):
+        with pytest.raises(RequestRejected, match="messages must be a list"):
+            llm.chat(messages, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(RequestRejected, match="must be a mapping with role and content"):
+        llm.chat([["hi"]], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="must be SamplingParams"):
+        llm.generate("x", {"temperature": 0})  # type: ignore[arg-type]
+
+
 def test_bad_params(llm: LLM) -> None:
     for bad in (SamplingParams(logit_bias={10**6: 1.0}), SamplingParams(stop_token_ids=[10**6])):
         with pytest.raises(RequestRejected, match="vocabulary"):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from operator import index
 from pathlib import Path
 from threading import RLock
-from typing import cast
+from typing import Any
 
 import torch
 
@@ -189,7 +189,7 @@ class LLM:
         Raises:
             RequestRejected: a prompt or parameter is invalid; nothing has been generated.
         """
-        many = [prompts] if isinstance(prompts, str) else list(prompts)
+        many = [prompts] if isinstance(prompts, str) else _many(prompts, "prompts", "texts")
         requests = [
             request
             for prompt, p in zip(many, _per_prompt(params, len(many)), strict=True)
@@ -207,9 +207,9 @@ class LLM:
 
         messages: [{"role": "user", "content": "..."}, ...]. Returns as `generate` does.
         """
-        one = not messages or isinstance(messages[0], Mapping)
-        conversations = [messages] if one else list(messages)
-        prompts = [self._template(cast(Sequence[Message], c)) for c in conversations]
+        said = _many(messages, "messages", "messages")
+        one = not said or isinstance(said[0], Mapping)
+        prompts = [self._template(c) for c in ([said] if one else said)]
         return self.generate(prompts, params)
 
     def stream(
@@ -231,7 +231,14 @@ class LLM:
         return self.stream(self._template(messages), params)
 
     def _template(self, messages: Sequence[Message]) -> list[int]:
-        return self.tokenizer.apply_chat_template([dict(message) for message in messages])
+        said = _many(messages, "messages", "messages")
+        if not all(isinstance(message, Mapping) for message in said):
+            raise RequestRejected(
+                "a message must be a mapping with role and content, got "
+                f"{said!r:.80}; say [{{'role': 'user', 'content': '...'}}]",
+                param="messages",
+            )
+        return self.tokenizer.apply_chat_template([dict(message) for message in said])
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         text = prompt if isinstance(prompt, str) else None
@@ -309,6 +316,15 @@ class LLM:
                     self._inboxes[delta.request_id].append(delta)
 
 
+def _many(given: Any, param: str, what: str) -> list[Any]:
+    """What must be a list. A text is a sequence too, and so is a mapping."""
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise RequestRejected(
+            f"{param} must be a list of {what}, got {given!r:.80}; put it into a list", param=param
+        )
+    return list(given)
+
+
 def _token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     try:
         return tuple(map(index, prompt))
@@ -325,6 +341,11 @@ def _per_prompt(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if isinstance(params, Mapping):
+        raise ConfigError(
+            f"params must be SamplingParams or a list of them, got {params!r:.80}; say "
+            "SamplingParams(**params)"
+        )
     if len(params) != count:
         raise ConfigError(f"params must be one or one per prompt ({count}), got {len(params)}")
     return list(params)

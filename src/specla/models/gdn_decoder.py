@@ -290,8 +290,8 @@ class Decoder:
 def _require_finite(x: Tensor, what: str) -> None:
     if not x.isfinite().all():
         raise InvalidCheckpoint(
-            f"the weights must give finite {what}, got NaN or infinities over two tokens; look for "
-            "them in the checkpoint, or load it in a wider dtype"
+            f"the weights must give finite {what}, got NaN or infinities over two tokens; look "
+            "for them in the checkpoint, or load it in a wider dtype"
         )
 
 
