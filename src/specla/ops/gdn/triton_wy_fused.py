@@ -408,8 +408,8 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
     path_len = gl.load(path_len_ptr + b)
     if n > 0:
         find_inputs(
-            found, parents_ptr + b * num_columns, path_ptr + b * num_path, path_len,
-            places_ptr + b * _N, n, ring_len + path_len, W,
+            found, parents_ptr + b * num_columns, path_ptr + b * num_path, path_len, ring_len,
+            log_capacity + bank * num_path, n, W,
         )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -453,8 +453,8 @@ def _fused_kernel(  # noqa: C901 - one kernel, one pass
             barrier()  # nobody reads what the last unit multiplied with any more
             if begins:
                 find_inputs(
-                    found, parents_ptr + m, path_ptr + b * num_path, path_len,
-                    places_ptr + b * _N, n, log_len, W,
+                    found, parents_ptr + m, path_ptr + b * num_path, path_len, ring_len,
+                    log_capacity + bank * num_path, n, W,
                 )  # fmt: skip
             over = make_inputs(
                 row, found, xs, es, vs, reads, kept, gates, taps_ptr,

@@ -120,11 +120,14 @@ def _lying(node, beyond, path_ptr, path_len, W: gl.constexpr):
 
 
 @gluon.jit
-def find_inputs(found, parents_ptr, path_ptr, path_len, places_ptr, n, log_len, W: gl.constexpr):
+def find_inputs(found, parents_ptr, path_ptr, path_len, ring_len, bank_at, n, W: gl.constexpr):
     """Where what a row's key heads read lies, into `found` [5, 16]: the inputs (`_lying`) of each
-    node's three steps up, oldest first; the log's entries; the inputs above the root."""
+    node's three steps up, oldest first; the log's entries; the inputs above the root. bank_at: the
+    bank's first entry."""
     node = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(1, tile_layout())))
-    place = gl.load(places_ptr + node, mask=node < log_len, other=0)
+    waiting = node - ring_len
+    of_bank = gl.load(path_ptr + waiting, mask=(waiting >= 0) & (waiting < path_len), other=0)
+    place = gl.where(waiting < 0, node, bank_at + of_bank)
     live = gl.where(node < n, node, -1)
     one, from_one = _climb(parents_ptr, live, gl.where(live < 0, 1, 1))
     two, from_two = _climb(parents_ptr, one, from_one)
