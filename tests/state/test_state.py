@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -289,6 +290,14 @@ def test_more_sequences_than_slots_are_refused() -> None:
 def test_sizes_out_of_range(sizes: dict[str, int], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         new_state(**sizes)
+
+
+def test_more_than_there_is_memory_for() -> None:
+    """What is checked is what would be allocated."""
+    state, sizes = new_state(), {"max_nodes": 6, "log_capacity": 8}
+    slots = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // state.bytes().total
+    with pytest.raises(ConfigError, match=rf"{slots} sequences \(max_slots\) must fit"):
+        new_state(num_slots=slots, **sizes)
 
 
 @pytest.mark.parametrize("path", [[], [1], [2, 3]])

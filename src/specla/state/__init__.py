@@ -8,6 +8,7 @@ banks for candidates, a conv tail. `begin` fixes the round, the model's verify f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -80,6 +81,7 @@ class State:
         self.pool = SlotPool(num_slots)
         self.device = torch.device(device)
         self._dtype = dtype
+        self._check_memory()
         self.rounds = DeviceRounds(max_nodes, self.device)
         self.layers = [self._new_layer() for _ in range(shape.num_layers)]
         self._kernels = _slot_kernels(self.layers) if self.device.type == "cuda" else None
@@ -250,6 +252,24 @@ class State:
         """All that a state holds; axis 0 is the slot."""
         for layer in self.layers:
             yield from (layer.S, *layer.factors, layer.tail, layer.inputs)
+
+    def _check_memory(self) -> None:
+        """A CPU's memory is given out before it is there, and who then uses it is killed."""
+        if self.device.type != "cpu":
+            return
+        s, wide, narrow = self.shape, compute_dtype(self._dtype).itemsize, self._dtype.itemsize
+        heads, values = s.num_value_heads, s.num_value_heads * s.value_dim
+        entry = s.num_key_heads * s.key_dim + values + heads
+        conv = 2 * (s.conv_width - 1 + self.max_nodes) * s.conv_channels
+        layer = wide * (values * s.key_dim + self.num_entries * entry) + narrow * conv
+        needed, slots = layer * s.num_layers * (self.pool.num_slots + 1), self.pool.num_slots
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > there:
+            raise ConfigError(
+                f"the state of {slots} sequences (max_slots) must fit into memory, "
+                f"{there / 2**30:.0f} GiB; it takes {needed / 2**30:.0f}: use fewer, or smaller "
+                "trees (max_nodes)"
+            )
 
     def _new_log(self) -> Log:
         return Log(self.log_capacity, self.max_nodes, self.fold_threshold)
