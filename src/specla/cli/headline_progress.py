@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specla.cli.records import dumps
+from specla.drafters.files import replacing
 from specla.errors import ConfigError
 
 TARGET, DRAFTERS, MEASURE = STEPS = ("target", "drafters", "measure")
@@ -115,9 +116,8 @@ def _read(path: Path) -> tuple[dict[str, dict[str, object]], dict[str, dict[str,
 
 
 def _write(path: Path, asked: Mapping[str, object], steps: Mapping[str, object]) -> None:
-    part = path.with_suffix(".tmp")
-    part.write_text(dumps({"asked": asked, "steps": steps}), encoding="utf-8")
-    part.rename(path)
+    with replacing(path) as part:
+        part.write_text(dumps({"asked": asked, "steps": steps}), encoding="utf-8")
 
 
 def origin() -> dict[str, str]:

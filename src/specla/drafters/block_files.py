@@ -22,6 +22,7 @@ from specla.drafters.block_config import (
     parse_block_config,
 )
 from specla.drafters.block_model import BlockDraftWeights, weights_from
+from specla.drafters.files import replacing
 from specla.drafters.reader import (
     PROJECTIONS,
     ReaderConfig,
@@ -113,9 +114,8 @@ def save_reader(folder: Path, config: ReaderConfig, tensors: Mapping[str, Tensor
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     kept = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    part = path.with_suffix(".tmp")
-    save_file(kept, part, metadata={"format": "pt"})
-    part.rename(path)
+    with replacing(path) as part:
+        save_file(kept, part, metadata={"format": "pt"})
 
 
 def _load(

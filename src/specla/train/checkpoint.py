@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specla.drafters.files import replacing
 from specla.train.gdn import GDNLanguageModel, GDNShape
 from specla.train.tokenizer import write_json
 
@@ -60,7 +61,8 @@ def save_checkpoint(model: GDNLanguageModel, folder: Path, shard_bytes: int = SH
     where: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, {"format": "pt"})
+        with replacing(folder / file) as part:
+            save_file(shard, part, {"format": "pt"})
         where |= dict.fromkeys(shard, file)
     total = sum(t.nbytes for t in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}

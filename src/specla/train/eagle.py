@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from specla.drafters.eagle_config import EagleConfig
 from specla.drafters.eagle_files import MEMBERS, OFFSETS
+from specla.drafters.files import replacing
 from specla.models.files import write_json
 from specla.train.attention import Attention, AttentionUnroll
 from specla.train.checkpoint import stored
@@ -154,9 +155,8 @@ class EagleNet(nn.Module):
             tensors[OFFSETS] = ids - torch.arange(len(ids))
             tensors[MEMBERS] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
             tensors[MEMBERS][ids] = True
-        part = folder / "model.tmp"
-        save_file(tensors, part, {"format": "pt"})
-        part.rename(folder / "model.safetensors")
+        with replacing(folder / "model.safetensors") as part:
+            save_file(tensors, part, {"format": "pt"})
         write_json(folder / "config.json", self.config.as_dict())
 
 

@@ -26,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specla.drafters.files import replacing
 from specla.train.checkpoint import save_checkpoint
 from specla.train.cross_entropy import cross_entropy
 from specla.train.gdn import GDNLanguageModel, GDNShape
@@ -136,12 +137,9 @@ class Trainer:
         tensors = dict(self.model.state_dict()) | optimizer_tensors(self.model, self.optimizers)
         clock = {"step": self.step, "seconds": self.seconds, "tokens": self.tokens}
         notes = {"recipe": asdict(self.recipe), "sampler": self.sampler.state_dict(), **clock}
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            folder / "trainer.tmp",
-            {"notes": json.dumps(notes)},
-        )
-        (folder / "trainer.tmp").rename(folder / STATE)
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        with replacing(folder / STATE) as part:
+            save_file(whole, part, {"notes": json.dumps(notes)})
         save_checkpoint(self.model, folder / "checkpoint")
 
     def restore(self, folder: Path) -> bool:
