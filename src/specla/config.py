@@ -205,8 +205,18 @@ def cache_folder() -> Path:
 
 def launched_processes() -> int:
     """How many processes a launcher (`accelerate launch`, torchrun) has started, this one among
-    them; 1 without one. Both names: clusters set the first alone, for other purposes."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    them; 1 without one. Both names: clusters set the first alone, for other purposes.
+
+    Raises:
+        ConfigError: WORLD_SIZE is no such number.
+    """
+    given = os.environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in os.environ else "1"
+    if not (count := _count(given)):
+        raise ConfigError(
+            f"WORLD_SIZE must be the number of processes that were started, got {given!r:.80}; "
+            "start them with accelerate launch, or unset it and LOCAL_RANK"
+        )
+    return count
 
 
 def cpu_name() -> str:

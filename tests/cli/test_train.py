@@ -57,6 +57,8 @@ def test_a_run_that_goes_on_and_its_drafter_in_use(
     assert says[0]["token_ids"] == says[1]["token_ids"]
     assert says[0]["speculation"]["drafter"] == "eagle"
     assert says[0]["speculation"]["drafted"] > 0
+    mode = Path(prompts).stat().st_mode
+    assert {path.stat().st_mode for path in out.rglob("*") if path.is_file()} == {mode}
 
 
 def test_what_is_refused(toy: str, tmp_path: Path, capsys: CAPTURE) -> None:
@@ -66,6 +68,8 @@ def test_what_is_refused(toy: str, tmp_path: Path, capsys: CAPTURE) -> None:
         (["--layers", "1,x"], "--layers must be numbers"),
         (["--layers", "0,7"], "feature layers must be different ids below 2"),
         (["--every", "0"], "--every must be above 0"),
+        (["--minutes", "-1"], "--minutes must be above 0, got -1"),
+        (["--minutes", "nan"], "--minutes must be above 0, got nan"),
         (["--steps", "0"], "steps must be above 0"),
         (["--warmup", "0"], "warmup must be above 0"),
         (["--lr", "-1"], "lr must be above 0"),
@@ -80,6 +84,21 @@ def test_what_is_refused(toy: str, tmp_path: Path, capsys: CAPTURE) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": 3}\n')
     assert train(toy, tmp_path / "run", str(tmp_path / "bad.jsonl")) == 2
     assert "bad.jsonl, line 2: prompt must be a string" in capsys.readouterr().err
+
+
+def test_a_folder_is_made_once_the_prompts_are_read(tmp_path: Path, capsys: CAPTURE) -> None:
+    """And nothing is loaded before: the model is none."""
+    good, bad = write_prompts(tmp_path / "p.jsonl"), tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": 3}\n')
+    for prompts, out, says in (
+        (tmp_path / "none.jsonl", tmp_path / "run", "must name a readable file"),
+        (bad, tmp_path / "run", "bad.jsonl, line 1: prompt must be a string"),
+        (good, bad, "--out must name a folder, got"),
+        (good, bad / "run", "Not a directory; give another"),
+    ):
+        assert main(["train", "nowhere", "--prompts", str(prompts), "--out", str(out)]) == 2
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
 
 
 def test_processes_do_not_share_standard_input(

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_harness import make_engine
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_drafter_training import GREEDY, PROMPTS, packer_for, trainer_for
 
+from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.train import session
 from specla.train.batches import Batch
@@ -129,3 +130,64 @@ def test_a_run_is_lengthened_by_what_there_is_time_for(
     trainer.keep(tmp_path / "last")
     last, kept = (load_file(tmp_path / x / "model.safetensors") for x in ("last", "checkpoint"))
     assert all(torch.equal(tensor, kept[name]) for name, tensor in last.items())
+
+
+def test_damaged_files_of_a_run_are_named(
+    target: TargetModel, texts: list[Text], tmp_path: Path
+) -> None:
+    """With what to do about them, which works: a log has lost figures, a trainer its steps."""
+    recipe = Recipe(rows=1, length=40, unroll=2, steps=2, lr=1e-3, warmup=1)
+    trainer, log = tmp_path / "trainer.safetensors", tmp_path / "log.csv"
+
+    def run() -> session.Session[Batch]:
+        return session.Session(tmp_path, trainer_for(target, texts, recipe), [])
+
+    def steps() -> list[bytes]:
+        return [row.split(b",")[0] for row in log.read_bytes().splitlines()]
+
+    run()(every=1, minutes=9, note=lambda _: None)
+    rows = log.read_bytes().splitlines(keepends=True)
+    for damaged, says in ((b"", []), (rows[0][:9], []), (b"".join(rows) + b"1", rows)):
+        log.write_bytes(damaged)
+        assert run().resumed
+        assert log.read_bytes() == b"".join(says)
+    log.write_bytes(b"")
+    run()(every=1, minutes=9, note=lambda _: None)
+    assert steps() == [b"step", b"2"]
+    log.write_bytes(rows[0] + b"\xff,x\n" + rows[1])
+    with pytest.raises(
+        ConfigError, match=r"log.csv, line 2, must be the figures of a step.*delet"
+    ):
+        run()
+    log.unlink()
+
+    whole = trainer.read_bytes()
+    save_file({"a": torch.zeros(1)}, tmp_path / "other")
+    for damaged in (b"", whole[:100], whole[:-10], (tmp_path / "other").read_bytes()):
+        trainer.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"trainer.safetensors must be .*delete it"):
+            run()
+    trainer.unlink()
+    assert not run().resumed
+
+
+def test_a_log_is_replaced_or_left(
+    target: TargetModel, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies while it drops rows has lost none."""
+    recipe = Recipe(rows=1, length=40, unroll=2, steps=1, lr=1e-3, warmup=1)
+    session.Session(tmp_path, trainer_for(target, texts, recipe), [])(
+        every=1, minutes=9, note=lambda _: None
+    )
+    log = tmp_path / "log.csv"
+    log.write_bytes(log.read_bytes() + b"9,\n")
+    before, write = log.read_bytes(), Path.write_bytes
+
+    def die(path: Path, data: bytes) -> None:
+        write(path, data[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", die)
+    with pytest.raises(KeyboardInterrupt):
+        session.Session(tmp_path, trainer_for(target, texts, recipe), [])
+    assert log.read_bytes() == before

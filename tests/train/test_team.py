@@ -283,6 +283,12 @@ def test_a_team_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with joined("cpu") as team:
         assert team is ALONE
     monkeypatch.setenv("LOCAL_RANK", "1")
+    for count in ("abc", "0", ""):
+        with monkeypatch.context() as patch:
+            patch.setenv("WORLD_SIZE", count)
+            says = f"WORLD_SIZE must be the number of processes .*, got '{count}'; start"
+            with pytest.raises(ConfigError, match=says), joined("cpu"):
+                pass
     with (
         pytest.raises(ConfigError, match="a GPU of its own, got --device cuda:1"),
         joined("cuda:1"),

@@ -134,6 +134,9 @@ def train(
         raise ConfigError(f"--kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if every < 1:
         raise ConfigError(f"--every must be above 0, got {every}")
+    # Not <= 0: NaN is refused too.
+    if not minutes > 0:
+        raise ConfigError(f"--minutes must be above 0, got {minutes:g}")
     _check_readable_by_all(prompts, held_out)
     schedule = {
         "rows": rows,
@@ -174,7 +177,9 @@ def train(
         revision=revision,
         threads=threads,
     )
-    out.mkdir(parents=True, exist_ok=True)
+    jobs = _jobs(prompts, params)
+    held_jobs = None if held_out is None else _jobs(held_out, params)
+    _make(out)
     from specla.train.team import joined
 
     with joined(device) as team, progress_bars(wanted=not no_progress and team.main) as tick:
@@ -186,12 +191,12 @@ def train(
 
         chosen = kind_of(kind, llm.model, llm.tokenizer.digest, _given(schedule), _given(own))
         capture = Capture(llm.model, chosen.feature_layers, keep_bytes=KEEP_BYTES)
-        asked = _prompts(llm, prompts, params)
+        asked = [_prompt(llm, job, prompts) for job in jobs]
         texts = texts_of(llm.engine, capture, asked, params, out / "answers.jsonl", tick, team)
-        if held_out is None:
+        if held_jobs is None:
             texts, held = held_apart(texts)
         else:
-            again = _prompts(llm, held_out, params)
+            again = [_prompt(llm, job, str(held_out)) for job in held_jobs]
             held = texts_of(llm.engine, capture, again, params, out / "held-out.jsonl", tick, team)
         run = chosen.run(out, capture, texts, held, compute_for(llm.model), team)
         if team.main:
@@ -227,22 +232,38 @@ def _layer_ids(option: str, text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(f"{option} must be numbers such as 1,11,20, got {text!r}") from None
 
 
-def _prompts(llm: LLM, path: str, params: SamplingParams) -> list[Prompt]:
-    """The file's prompts as token ids.
+def _jobs(path: str, params: SamplingParams) -> list[Job]:
+    """The file's lines, before anything is loaded or written.
 
     Raises:
         ConfigError: a line that cannot be used; the first is named.
     """
+    found = list[Job]()
     with closing(open_lines(path)) as lines:
-        jobs = list(read_jobs(lines, params))
-    return [_prompt(llm, job, path) for job in jobs]
+        for job in read_jobs(lines, params):
+            if isinstance(job, BadLine):
+                raise ConfigError(f"{path}, line {job.line}: {job.error}")
+            found.append(job)
+    return found
 
 
-def _prompt(llm: LLM, job: Job | BadLine, path: str) -> Prompt:
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out must name a folder, got {str(folder)!r}: {error.strerror}; give another"
+        ) from error
+
+
+def _prompt(llm: LLM, job: Job, path: str) -> Prompt:
+    """A line as token ids.
+
+    Raises:
+        ConfigError: an answer that the chat template would not have begun so.
+    """
     from specla.train.run import Prompt
 
-    if isinstance(job, BadLine):
-        raise ConfigError(f"{path}, line {job.line}: {job.error}")
     if job.messages is None and prompt_format(llm, None) == "raw":
         return Prompt(tokens=tuple(llm.tokenizer.encode(job.prompt or "")), known=None)
     turns = list(job.messages or ({"role": "user", "content": job.prompt or ""},))

@@ -18,6 +18,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from specla.drafters.files import replacing
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.train.batches import fill
@@ -37,7 +38,8 @@ class Session(Generic[B]):
     main process's are looked at.
 
     Raises:
-        ConfigError: a folder that not all processes see, or a run begun with other settings.
+        ConfigError: a folder that not all processes see, a run begun with other settings, or a
+            damaged file of it.
     """
 
     def __init__(self, folder: Path, trainer: Steps[B], held_out: Sequence[B]) -> None:
@@ -190,17 +192,33 @@ def all_batches(pack: Pack[B], texts: Sequence[Text], schedule: Schedule) -> lis
 
 
 def _forget_after(step: int, path: Path) -> None:
-    """Drop the rows of steps that will be done again."""
+    """Drop the rows of steps that will be done again, and one that was being written.
+
+    Raises:
+        ConfigError: a line that is not of a step.
+    """
     if path.exists():
-        head, *rows = path.read_text().splitlines(keepends=True)
-        kept = [row for row in rows if int(row.split(",")[0]) <= step]
-        path.write_text("".join([head, *kept]))
+        lines = [x for x in path.read_bytes().splitlines(keepends=True) if x.endswith(b"\n")]
+        rows = enumerate(lines[1:], start=2)
+        kept = [row for i, row in rows if _step_of(row, f"{path}, line {i},") <= step]
+        with replacing(path) as part:
+            part.write_bytes(b"".join([*lines[:1], *kept]))
+
+
+def _step_of(row: bytes, where: str) -> int:
+    try:
+        return int(row.split(b",")[0])
+    except ValueError:
+        raise ConfigError(
+            f"{where} must be the figures of a step, got {row.decode('utf-8', 'replace')!r:.80}; "
+            "delete the line, or the file: nothing else is made of it"
+        ) from None
 
 
 def _append(path: Path, row: dict[str, float]) -> None:
     """A row, unless the last one is of that step: a run that goes on looks again where the one
     before it has ended."""
-    fresh = not path.exists()
+    fresh = not path.exists() or not path.stat().st_size
     if not fresh and path.read_text().splitlines()[-1].split(",")[0] == str(row["step"]):
         return
     with path.open("a", newline="") as file:

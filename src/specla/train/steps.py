@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from specla.drafters.files import replacing
 from specla.errors import ConfigError
 from specla.train.batches import fill, order
 from specla.train.capture import Text
@@ -182,13 +183,9 @@ class Steps(ABC, Generic[B]):
         tensors = dict(self._net.state_dict()) | optimizer_tensors(self._net, self.optimizers)
         notes = {name: getattr(self, name) for name in self._counters}
         notes |= self._begun_with()
-        part = folder / "trainer.tmp"
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            part,
-            {"notes": json.dumps(notes)},
-        )
-        part.rename(folder / STATE)
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        with replacing(folder / STATE) as part:
+            save_file(whole, part, {"notes": json.dumps(notes)})
 
     def _begun_with(self) -> dict[str, object]:
         """What a run that is gone on with must agree on; more steps are fine."""
@@ -199,14 +196,11 @@ class Steps(ABC, Generic[B]):
         """Go on from a saved run, if there is one.
 
         Raises:
-            ConfigError: it was begun with other settings.
+            ConfigError: it was begun with other settings, or the file is damaged.
         """
         if not (folder / STATE).exists():
             return False
-        device = str(next(self._net.parameters()).device)
-        with safe_open(folder / STATE, "pt", device) as file:
-            notes = json.loads(file.metadata()["notes"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        notes, tensors = _saved(folder / STATE, str(next(self._net.parameters()).device))
         for what, mine in self._begun_with().items():
             if notes[what] != mine:
                 raise ConfigError(
@@ -220,3 +214,17 @@ class Steps(ABC, Generic[B]):
         return True
 
     _counters = ("step", "used", "tokens", "seconds", "best")
+
+
+def _saved(path: Path, device: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Notes and tensors of what `Steps.save` has written."""
+    try:
+        with safe_open(path, "pt", device) as file:
+            notes: dict[str, Any] = json.loads(file.metadata()["notes"])
+            return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} must be what a run goes on from, whole, but cannot be read "
+            f"({type(error).__name__}: {error}); delete it to begin again at step 0, with the "
+            "answers that are there"
+        ) from error
