@@ -88,12 +88,10 @@ def test_bad_prompts_and_parameters_are_found_before_the_model_is_loaded(
 )
 def test_exit_codes(stub: Any, capsys: CAPTURE, error: BaseException, code: int) -> None:
     stub.behaviour["load"] = error
-    if code == 130:
-        assert main(["generate", "-p", "x"]) == 130
-        return
     line = fails(capsys, code, "generate", "-p", "x")
     assert code != 4 or "--max-nodes" in line
     assert str(error) != "a bug\nof ours" or "--debug" in line
+    assert (code == 130) == ("interrupted" in line)
 
 
 def test_debug_shows_the_traceback(stub: Any, capsys: CAPTURE) -> None:
@@ -104,6 +102,28 @@ def test_debug_shows_the_traceback(stub: Any, capsys: CAPTURE) -> None:
     assert (
         err.splitlines()[-1] == "specla: error: RuntimeError: a bug of ours (--debug shows where)"
     )
+
+
+def test_debug_shows_where_it_was_interrupted(stub: Any, capsys: CAPTURE) -> None:
+    stub.behaviour["load"] = KeyboardInterrupt()
+    assert main(["generate", "-p", "x", "--debug"]) == 130
+    err = capsys.readouterr().err
+    assert 'raise self.behaviour["load"]' in err
+    assert err.splitlines()[-1] == "specla: error: interrupted"
+
+
+def test_interrupted_while_the_command_line_is_imported() -> None:
+    code = (
+        "import sys, specla.__main__\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.exit(specla.__main__.run())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "specla: error: interrupted\n")
 
 
 def test_invalid_utf8_on_standard_input(stub: Any, stdin: STDIN, capsys: CAPTURE) -> None:

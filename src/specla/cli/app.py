@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from specla import __version__
 from specla.cli.bench import generate as bench_generate
@@ -43,8 +44,22 @@ def _root(
     """Lossless speculative decoding for linear-attention language models."""
 
 
+class _Commands(TyperGroup):
+    """Typer turns Ctrl-C into exit code 130, without a word: here it stays an error."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise typer.Abort from error
+
+
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, epilog=EXIT_CODES
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    epilog=EXIT_CODES,
 )
 app.callback(epilog=EXIT_CODES)(_root)
 app.command(epilog=EXIT_CODES)(generate)
