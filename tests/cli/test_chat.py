@@ -70,7 +70,11 @@ def test_needs_a_chat_template(stub: Any, stdin: STDIN, capsys: CAPTURE) -> None
     assert "chat template" in capsys.readouterr().err
 
 
-def test_invalid_utf8_ends_with_an_error(stub: Any, stdin: STDIN, capsys: CAPTURE) -> None:
-    stdin(b"\xff\n")
+def test_invalid_utf8_is_a_failed_turn(stub: Any, stdin: STDIN, capsys: CAPTURE) -> None:
+    stdin(b"one two\nsay \xff\n/\xfe\nthree\n")
     assert main(["chat"]) == 2
-    assert "UTF-8" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == "two one\nthree\n"
+    assert "specla: error: the prompt must be valid UTF-8, got byte 0xff at offset 4" in err
+    assert r"unknown command '/\udcfe'" in err
+    assert len(turns(stub)[1]) == 3

@@ -13,7 +13,7 @@ from specla.cli.console import note, progress_bars
 from specla.cli.failure import describe
 from specla.cli.loading import Message, checked, load, prompt_format
 from specla.cli.options import EngineOptions
-from specla.cli.prompts import check_text, decode
+from specla.cli.prompts import check_text
 from specla.cli.records import summary
 from specla.cli.single import print_line
 from specla.errors import SpeclaError
@@ -77,7 +77,9 @@ def chat(
 def read_turns() -> Iterator[str]:
     """Lines the user types (with history and editing), or lines of a pipe, until they end."""
     if not sys.stdin.isatty():
-        yield from (decode(line).rstrip("\r\n") for line in sys.stdin.buffer)
+        # What is not UTF-8 is refused as that turn's text: the lines after it are answered.
+        for line in sys.stdin.buffer:
+            yield line.decode("utf-8", "surrogateescape").rstrip("\r\n")
         return
     import readline  # noqa: F401  (importing it gives input() history and editing)
 
