@@ -4,11 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from completions import completion
 
 from specla.cli import main
+from specla.cli.chat import Conversation
+from specla.cli.records import summary
+from specla.request import SamplingParams
+
+if TYPE_CHECKING:
+    from specla.llm import LLM
 
 STDIN = Callable[[bytes], None]
 CAPTURE = pytest.CaptureFixture[str]
@@ -35,7 +43,7 @@ def test_commands(stub: Any, stdin: STDIN, capsys: CAPTURE) -> None:
     out, err = capsys.readouterr()
     assert out == "two one\nthree\n"
     assert "/reset  forget" in err
-    assert "1 answers, 2 tokens" in err
+    assert "1 answer, 2 tokens" in err
     assert "unknown command '/what'" in err
     assert len(turns(stub)[1]) == 1
 
@@ -78,3 +86,18 @@ def test_invalid_utf8_is_a_failed_turn(stub: Any, stdin: STDIN, capsys: CAPTURE)
     assert "specla: error: the prompt must be valid UTF-8, got byte 0xff at offset 4" in err
     assert r"unknown command '/\udcfe'" in err
     assert len(turns(stub)[1]) == 3
+
+
+def test_stats_of_one_answer_are_its_own_line(capsys: CAPTURE) -> None:
+    """Of one whose last round an end cut: it brought a token less than rounds and drafts say."""
+    params = SamplingParams(max_tokens=3)
+    whole = completion(ids=(1, 2, 3), params=params, options={"drafter": "ngram", "mode": "exact"})
+    cut = replace(whole, speculation=replace(whole.speculation, accepted=2))
+    assert cut.speculation.rounds == 2
+    assert "1.50 tokens/round" in summary(cut, params)[1]
+    Conversation(cast("LLM", None), params, done=[cut])._stats()
+    one = capsys.readouterr().err
+    Conversation(cast("LLM", None), params, done=[cut, cut])._stats()
+    two = capsys.readouterr().err
+    assert one == "1 answer, 3 tokens, 150.0 tokens/s, 1.50 tokens/round\n"
+    assert two == "2 answers, 6 tokens, 150.0 tokens/s, 1.50 tokens/round\n"

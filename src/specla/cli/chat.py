@@ -159,13 +159,15 @@ class Conversation:
         note("the conversation is forgotten")
 
     def _stats(self) -> None:
-        specs = [c.speculation for c in self.done]
-        rounds, accepted = sum(s.rounds for s in specs), sum(s.accepted for s in specs)
-        seconds = sum(c.timing.decode_s for c in self.done)
-        tokens = sum(len(c.token_ids) for c in self.done)
-        speed = tokens / seconds if seconds > 0 else 0.0
-        mean = (rounds + accepted) / rounds if rounds else 0.0
-        note(
-            f"{len(self.done)} answers, {tokens} tokens, {speed:.1f} tokens/s, "
-            f"{mean:.2f} tokens/round"
-        )
+        specs, timings = [c.speculation for c in self.done], [c.timing for c in self.done]
+        rounds, seconds = sum(s.rounds for s in specs), sum(t.decode_s for t in timings)
+        # What the rounds of each answer brought, as its own line says it.
+        speed = sum(t.tokens_per_s * t.decode_s for t in timings) / seconds if seconds else 0.0
+        mean = sum(s.tokens_per_round * s.rounds for s in specs) / rounds if rounds else 0.0
+        answers = _counted(len(self.done), "answer")
+        tokens = _counted(sum(len(c.token_ids) for c in self.done), "token")
+        note(f"{answers}, {tokens}, {speed:.1f} tokens/s, {mean:.2f} tokens/round")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
