@@ -2,9 +2,10 @@
 # mypy: ignore-errors
 """What the kernel of `ops.gdn.triton_wy_fused` asks for before its turn, and where it lies.
 
-When counts as much as what: a unit of its work takes as long as 100 MB take to pass through L2,
-which holds 50. What is asked for when a unit begins is gone again before the next one reads it,
-and was read twice.
+When counts as much as what. While a program works through one unit, 100 MB pass through L2, which
+holds 50: what is asked for when a unit begins should be gone again when the next one reads it
+(counted; when that was done, S included, ncu saw 55 MB read more than there are). So it is asked
+for a tile ahead.
 """
 
 from __future__ import annotations
