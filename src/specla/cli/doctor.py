@@ -91,7 +91,8 @@ def _print_check(check: Check) -> None:
 
 
 def self_test(engine: EngineOptions, plain: LLM) -> Iterator[Check]:
-    """All checks: a tiny random model with every drafter, then the model itself.
+    """All checks: a tiny random model with every drafter that needs no training, then the model
+    itself with the one that is chosen for it.
 
     `plain` is the model with drafter none.
     """
