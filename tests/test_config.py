@@ -85,9 +85,10 @@ def test_budgets_that_can_be_honoured(
         ({"budget": "-1"}, "budget must be auto, off or a number"),
         ({"budget": "9" * 18}, "9{18} drafts must be below the 15"),
         ({"budget": 3}, "budget must be a string"),
-        ({"budget": "15", "max_nodes": 16}, "15 drafts must be below the 15 that a tree may have"),
+        ({"budget": "15", "max_nodes": 16}, "15 that a tree .* effect .max_nodes 16.; use"),
         ({"budget": "1", "drafter": "none"}, "has no effect .drafter none"),
-        ({"budget": "4", "mode": "plain"}, "has no effect"),
+        ({"budget": "4", "mode": "plain"}, "has no effect .drafter none"),
+        ({"budget": "4", "max_nodes": 1}, "has no effect .max_nodes 1."),
     ],
 )
 def test_budgets_that_cannot_be(settings: dict[str, object], says: str) -> None:

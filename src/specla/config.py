@@ -203,20 +203,10 @@ def cache_folder() -> Path:
         ) from error
 
 
-def launched_processes() -> int:
+def launched_processes() -> str:
     """How many processes a launcher (`accelerate launch`, torchrun) has started, this one among
-    them; 1 without one. Both names: clusters set the first alone, for other purposes.
-
-    Raises:
-        ConfigError: WORLD_SIZE is no such number.
-    """
-    given = os.environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in os.environ else "1"
-    if not (count := _count(given)):
-        raise ConfigError(
-            f"WORLD_SIZE must be the number of processes that were started, got {given!r:.80}; "
-            "start them with accelerate launch, or unset it and LOCAL_RANK"
-        )
-    return count
+    them, as it says so; "1" without one. Both names: clusters set the first alone, for others."""
+    return os.environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in os.environ else "1"
 
 
 def cpu_name() -> str:
@@ -345,9 +335,10 @@ def _budget(config: EngineConfig, drafter: str, reasons: dict[str, str]) -> str:
         asked = f"{asked!r:.80}"
         raise ConfigError(f"budget must be auto, off or a number of drafts >= 1, got {asked}")
     if number >= drafts:
+        why = "drafter none" if drafter == "none" else f"max_nodes {config.max_nodes}"
         raise ConfigError(
             f"a budget of {number} drafts must be below the {drafts} that a tree may have, or it "
-            f"has no effect (drafter {drafter}, max_nodes {config.max_nodes}); use budget off"
+            f"has no effect ({why}); use budget off"
         )
     return str(number)
 

@@ -209,9 +209,9 @@ def train(
 
 
 def _check_readable_by_all(*paths: str | None) -> None:
-    from specla.config import launched_processes
+    from specla.train.team import launched
 
-    if "-" in paths and launched_processes() > 1:
+    if "-" in paths and launched() > 1:
         raise ConfigError(
             "several processes must each read all prompts, got '-': standard input can be read "
             "once; give a file that all of them see"

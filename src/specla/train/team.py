@@ -94,6 +94,21 @@ class _Launched(Team):
         self._state.destroy_process_group()
 
 
+def launched() -> int:
+    """How many processes there are; 1 without a launcher.
+
+    Raises:
+        ConfigError: the launcher does not say a number.
+    """
+    given = launched_processes()
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and int(given) > 0):
+        raise ConfigError(
+            f"WORLD_SIZE must be the number of processes that were started, got {given!r:.80}; "
+            "start them with accelerate launch, or unset it and LOCAL_RANK"
+        )
+    return int(given)
+
+
 @contextmanager
 def joined(device: str) -> Iterator[Team]:
     """The team that this process was started in. device: as for an engine.
@@ -101,7 +116,7 @@ def joined(device: str) -> Iterator[Team]:
     Raises:
         ConfigError: several processes, but no accelerate, or one GPU for all of them.
     """
-    count = launched_processes()
+    count = launched()
     if count == 1:
         yield ALONE
         return
