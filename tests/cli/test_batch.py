@@ -87,6 +87,10 @@ BAD = [
     {"prompt": "x", "params": {"heat": 1}},
     {"prompt": "x", "params": {"stop": 5}},
     {"prompt": "x", "params": {"logit_bias": {"one": 1}}},
+    {"prompt": "x", "params": {"logit_bias": {"1_0": 1}}},
+    {"prompt": "x", "params": {"logit_bias": {" 5": 1}}},
+    {"prompt": "x", "params": {"logit_bias": {"\u0665": 1}}},
+    {"prompt": "x", "params": {"logit_bias": {"9" * 5000: 1}}},
     {"prompt": "x", "params": {"logit_bias": 3}},
     {"prompt": "reject me"},
 ]

@@ -127,7 +127,9 @@ def test_a_trained_drafter_is_priced_by_checkpoint_and_options(tmp_path: Path) -
 def test_unknown_option_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'prompt_lookup_max'"):
         build("ngram", options={"prompt_lookup_maximum": 3})
-    with pytest.raises(ConfigError, match="one of: none; got 'depth'"):
+    with pytest.raises(
+        ConfigError, match="drafter none has no options, got 'depth'; leave it out"
+    ):
         build("none", options={"depth": 3})
 
 

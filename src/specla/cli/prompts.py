@@ -182,9 +182,10 @@ def _params(value: object, defaults: SamplingParams) -> SamplingParams:
 
 
 def _token(key: str) -> int:
-    try:
-        return int(key)
-    except ValueError as error:
+    # int() would take "1_0", " 5" and other scripts' digits as well.
+    if not (key.isascii() and key.isdecimal() and len(key) < 19):
         raise RequestRejected(
-            f"logit_bias must be keyed by token ids, got {key!r}", param="logit_bias"
-        ) from error
+            f"logit_bias must be keyed by token ids, got {key!r:.80}; write digits only",
+            param="logit_bias",
+        )
+    return int(key)

@@ -118,6 +118,8 @@ def checked_options(name: str, options: Mapping[str, object]) -> dict[str, objec
     name = resolve_name(name)
     known = option_names(name)
     for option in options:
+        if not known:
+            raise ConfigError(f"drafter {name} has no options, got {option!r}; leave it out")
         if option not in known:
             _refuse(f"option of drafter {name!r}", option, known)
     if colon and "path" in options:
@@ -138,5 +140,4 @@ def _refuse(what: str, given: str, valid: Iterable[str]) -> None:
     valid = list(valid)
     close = get_close_matches(given, valid, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    names = ", ".join(valid) if valid else "none"
-    raise ConfigError(f"{what} must be one of: {names}; got {given!r}{hint}")
+    raise ConfigError(f"{what} must be one of: {', '.join(valid)}; got {given!r}{hint}")
