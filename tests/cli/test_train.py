@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from specla.cli import main
+from specla.engine.engine import Engine
 from specla.models.toy import write_toy_checkpoint
+from specla.train.steps import Steps
 
 CAPTURE = pytest.CaptureFixture[str]
 QUESTIONS = ["Who has 12 apples?", "Two and two", "def add(a, b):", "How far is it?", "x"]
@@ -59,6 +64,40 @@ def test_a_run_that_goes_on_and_its_drafter_in_use(
     assert says[0]["speculation"]["drafted"] > 0
     mode = Path(prompts).stat().st_mode
     assert {path.stat().st_mode for path in out.rglob("*") if path.is_file()} == {mode}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("flags", "count"), [([], 2), (["--threads", "1"], 1)])
+def test_training_has_all_threads_though_answering_has_one(
+    toy: str, tmp_path: Path, capsys: CAPTURE, monkeypatch: pytest.MonkeyPatch,
+    flags: list[str], count: int,
+) -> None:  # fmt: skip
+    seen: dict[str, set[int]] = {"step": set(), "train_step": set()}
+
+    def watch(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(self: Any) -> Any:
+            seen[name].add(torch.get_num_threads())
+            return real(self)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Engine, "step")
+    watch(Steps, "train_step")
+    prompts = write_prompts(tmp_path / "p.jsonl")
+    assert train(toy, tmp_path / "run", prompts, "--steps", "1", *flags) == 0
+    assert seen == {"step": {1}, "train_step": {count}}
+    threads = "2 threads" if count == 2 else "1 thread"
+    assert f", {threads}\n" in capsys.readouterr().err
 
 
 def test_what_is_refused(toy: str, tmp_path: Path, capsys: CAPTURE) -> None:

@@ -119,7 +119,13 @@ def train(
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     revision: opt.Revision = None,
-    threads: opt.Threads = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="CPU threads; default: all cores, but answers as generate has them.",
+            rich_help_panel=opt.ENGINE,
+        ),
+    ] = None,
     no_progress: opt.NoProgress = False,
     debug: opt.Debug = False,
 ) -> int:
@@ -180,10 +186,15 @@ def train(
     jobs = _jobs(prompts, params)
     held_jobs = None if held_out is None else _jobs(held_out, params)
     _make(out)
+    import torch
+
     from specla.train.team import joined
 
+    # Before the model's size decides how many decode.
+    cores = torch.get_num_threads()
     with joined(device) as team, progress_bars(wanted=not no_progress and team.main) as tick:
         llm = load(engine, tick)
+        from specla.engine.cost import device_name
         from specla.train.capture import Capture
         from specla.train.kinds import kind_of
         from specla.train.run import KEEP_BYTES, texts_of
@@ -198,10 +209,13 @@ def train(
         else:
             again = [_prompt(llm, job, str(held_out)) for job in held_jobs]
             held = texts_of(llm.engine, capture, again, params, out / "held-out.jsonl", tick, team)
+        torch.set_num_threads(threads or cores)
         run = chosen.run(out, capture, texts, held, compute_for(llm.model), team)
         if team.main:
             several = f" in {team.count} processes" if team.count > 1 else ""
-            note(f"{'going on at' if run.resumed else 'starting at'} step {run.step}{several}")
+            begins = "going on at" if run.resumed else "starting at"
+            # A CPU's name says with how many threads.
+            note(f"{begins} step {run.step}{several}, on {device_name(llm.model.device)}")
         found = run(every=every, minutes=minutes, tick=tick, note=note)
     if team.main:
         note(f"tau {found.tau:.3f} on held-out texts; {out / 'checkpoint'}")
