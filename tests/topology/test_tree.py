@@ -103,14 +103,6 @@ def test_path_to_refuses_strangers():
         DraftTree.root(0).path_to(1)
 
 
-def test_check_capacity():
-    tree = DraftTree.chain(0, [1, 2, 3])
-    tree.check_capacity(4)
-    with pytest.raises(InvalidTree, match="at most 3 nodes") as error:
-        tree.check_capacity(3)
-    assert error.value.node == 3
-
-
 def test_trees_are_values():
     tree = DraftTree.from_paths(0, [[1, 2], [3]])
     assert hash(tree) == hash(DraftTree.from_paths(0, [[1, 2], [3]]))

@@ -134,20 +134,6 @@ class DraftTree:
             path.append(node)
         return tuple(reversed(path))
 
-    def check_capacity(self, max_nodes: int) -> None:
-        """Refuse a tree that does not fit.
-
-        Raises:
-            InvalidTree: more than `max_nodes` nodes; `.node` is the first one over capacity.
-        """
-        if len(self.tokens) > max_nodes:
-            raise InvalidTree(
-                f"a tree must have at most {max_nodes} nodes (node 0 included), got "
-                f"{len(self.tokens)}: node {max_nodes} is the first over capacity; draft fewer "
-                "nodes or raise the node capacity",
-                node=max_nodes,
-            )
-
 
 def check_parents(parents: Sequence[int]) -> None:
     """Check that `parents` is one tree rooted at node 0, with parents before children.
