@@ -128,7 +128,7 @@ def test_chat(toy: Path) -> None:
     command = [sys.executable, "-m", "specla", "chat", str(toy), "--max-tokens", "8"]
     done = subprocess.run(command, input=b"hello\n/stats\n", capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert b"1 answer" in done.stderr
+    assert b"1 answer, " in done.stderr
 
 
 def fails(capsys: CAPTURE, code: int, model: object, *words: str, prompt: str = "x") -> None:
