@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from specla.bench import report
 from specla.bench.measure import Prompt, Sample
-from specla.bench.table import EXACT, PLAIN, Row, by_depth, rows, spread
+from specla.bench.table import EXACT, PLAIN, Row, by_depth, rows, spread, tokens_per_round
 
 DRAFTING = {"drafter": "ngram", "mode": "exact"}
 P, Q = Prompt(kind="easy", text="p"), Prompt(kind="easy", text="q")
@@ -54,6 +55,14 @@ def test_speeds_ratios_and_equality(table: list[Row]) -> None:
     assert (plain.same, exact.same, ngram.same) == (1, 2, 1)
     assert exact.identical
     assert not ngram.identical
+
+
+def test_a_round_that_an_end_cuts_has_no_bonus() -> None:
+    """Rounds and accepted drafts alone would say 1.75."""
+    whole = completion(ids=(1, 2, 3, 4), options=DRAFTING)
+    cut = replace(whole, speculation=replace(whole.speculation, accepted=1, tokens_per_round=1.0))
+    assert tokens_per_round([whole, cut]) == 1.5
+    assert tokens_per_round([]) == 0.0
 
 
 def test_failed_samples_are_counted_and_not_timed() -> None:

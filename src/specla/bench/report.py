@@ -14,7 +14,7 @@ from rich.table import Table
 
 from specla.bench.loops import has_loop
 from specla.bench.measure import Prompt, Sample
-from specla.bench.table import EXACT, PLAIN, Row, speed, spread
+from specla.bench.table import EXACT, PLAIN, Row, speed, spread, tokens_per_round
 
 COLUMNS = (
     "date", "commit", "device", "torch", "triton", "command", "metric", "value", "unit",
@@ -126,8 +126,7 @@ def totals(samples: Sequence[Sample], method: str, name: str) -> Iterator[dict[s
     done = [s.completion for s in mine if s.completion is not None]
     if not done:
         return
-    rounds = sum(c.speculation.rounds for c in done)
-    tokens = (rounds + sum(c.speculation.accepted for c in done)) / rounds
+    tokens = tokens_per_round(done)
     loops = sum(has_loop(c.token_ids) for c in done)
     kinds = ", ".join(dict.fromkeys(s.prompt.kind for s in mine))
     for base, metric in ((EXACT, name), (PLAIN, f"{name}_over_plain")):

@@ -75,7 +75,6 @@ def _row(
     exact: dict[Prompt, Completion | None],
 ) -> Row:
     done = [s.completion for s in samples if s.completion is not None]
-    rounds = sum(c.speculation.rounds for c in done)
     drafted = sum(c.speculation.drafted for c in done)
     accepted = sum(c.speculation.accepted for c in done)
     p10, p90 = spread([speed([s]) for s in samples if s.completion is not None])
@@ -90,7 +89,7 @@ def _row(
         p90=p90,
         vs_plain=_ratio(speeds, method, PLAIN),
         vs_exact=_ratio(speeds, method, EXACT),
-        tokens_per_round=(rounds + accepted) / rounds if rounds else 0.0,
+        tokens_per_round=tokens_per_round(done),
         acceptance=accepted / drafted if drafted else None,
         acceptance_by_depth=by_depth(done),
         looping=sum(has_loop(c.token_ids) for c in done),
@@ -113,6 +112,13 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
         return (values[0], values[0]) if values else (0.0, 0.0)
     cuts = quantiles(values, n=10, method="inclusive")
     return cuts[0], cuts[-1]
+
+
+def tokens_per_round(completions: Sequence[Completion]) -> float:
+    """Of all their rounds together."""
+    specs = [c.speculation for c in completions]
+    rounds = sum(s.rounds for s in specs)
+    return sum(s.rounds * s.tokens_per_round for s in specs) / rounds if rounds else 0.0
 
 
 def by_depth(completions: Sequence[Completion]) -> tuple[float, ...]:
