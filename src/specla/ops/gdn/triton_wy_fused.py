@@ -82,9 +82,9 @@ USED = False
 should come to), and engines' logs grow to more than 16 entries."""
 LEAST_NODES, LEAST_UNITS = 9, 128
 """Of what pays (H200, 16/32x128; us per layer, three kernels against the form before this one): 64
-trees of 16 nodes 163.7 / 129.4. Of its first form, which took 144.0 there: 8 trees 34.2 / 28.5 (128 units), but one
-18.8 / 20.8 (16 units: no program has another unit to be ahead of), 64 chains of 8 nodes 99.1 /
-106.5 and 64 trees of 8 nodes 139.8 / 144.1 (a head costs the same for half the nodes)."""
+trees of 16 nodes 163.7 / 129.4. Of its first form, which took 144.0 there: 8 trees 34.2 / 28.5 (128
+units), but one 18.8 / 20.8 (16 units: no program has another unit to be ahead of), 64 chains of 8
+nodes 99.1 / 106.5 and 64 trees of 8 nodes 139.8 / 144.1 (a head costs the same for half of them)."""
 WARPS = 4
 _ROWS, _COLUMNS = gl.constexpr(ROWS), gl.constexpr(COLUMNS)
 _N = gl.constexpr(BLOCK)
@@ -94,11 +94,11 @@ class FusedTile(NamedTuple):
     """programs: per multiprocessor, which has room for two, or for three with 2 stages, 168
     registers and a flight of 2. ahead: tiles of a program's first unit that are asked into L2
     beside the two in the ring (of every unit's, the form before lost 8 us of 131). whole: S is
-    asked for by tiles, not by pieces (2 us there). stages: pieces of the ring. registers: of a thread, at most; 0:
-    as many as there are. keep: y and o stay in L2 if they can, past which S streams. ask: the tile
-    before which the next unit's inputs and log are asked into L2 (-1: never). together: whole
-    tiles are written at once. flight: how many of the convolution's eight tiles are on their way
-    at a time. Speed, never bits."""
+    asked for by tiles, not by pieces (2 us there). stages: pieces of the ring. registers: of a
+    thread, at most; 0: as many as there are. keep: y and o stay in L2 if they can, past which S
+    streams. ask: the tile before which the next unit's inputs and log are asked into L2 (-1:
+    never). together: whole tiles are written at once. flight: how many of the convolution's eight
+    tiles are on their way at a time. Speed, never bits."""
 
     programs: int = 2
     ahead: int = 0
