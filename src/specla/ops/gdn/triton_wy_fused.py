@@ -82,9 +82,9 @@ USED = False
 should come to), and engines' logs grow to more than 16 entries."""
 LEAST_NODES, LEAST_UNITS = 9, 128
 """Of what pays (H200, 16/32x128; us per layer, three kernels against the form before this one): 64
-trees of 16 nodes 163.7 / 129.4. Of its first form, which took 144.0 there: 8 trees 34.2 / 28.5 (128
-units), but one 18.8 / 20.8 (16 units: no program has another unit to be ahead of), 64 chains of 8
-nodes 99.1 / 106.5 and 64 trees of 8 nodes 139.8 / 144.1 (a head costs the same for half of them)."""
+trees of 16 nodes 163.7 / 129.4. Of its first form, which took 144.0 there: 8 trees 34.2 / 28.5
+(128 units), but one 18.8 / 20.8 (16 units: no program has another unit to be ahead of), 64 chains
+of 8 nodes 99.1 / 106.5 and 64 trees of 8 nodes 139.8 / 144.1 (a head costs the same for half)."""
 WARPS = 4
 _ROWS, _COLUMNS = gl.constexpr(ROWS), gl.constexpr(COLUMNS)
 _N = gl.constexpr(BLOCK)
