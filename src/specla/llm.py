@@ -8,7 +8,6 @@ print(llm.generate("2 + 2 =", SamplingParams(temperature=0, max_tokens=8))[0].te
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from specla.engine.engine import Engine
 from specla.errors import ConfigError, RequestRejected, SpeclaError
 from specla.models.resolve import resolve as resolve_model
 from specla.models.tokenizer import load_tokenizer
-from specla.request import Completion, Request, SamplingParams, StreamDelta
+from specla.request import Completion, Request, SamplingParams, StreamDelta, requests_of
 from specla.state import State
 
 Message = Mapping[str, str]
@@ -243,17 +242,7 @@ class LLM:
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        return [
-            Request(
-                request_id=f"r{next(self._ids)}",
-                prompt=text,
-                prompt_token_ids=tuple(ids),
-                params=params,
-                seed=(seed + i) % 2**64,
-            )
-            for i in range(params.n)
-        ]
+        return requests_of(ids, params, lambda i: f"r{next(self._ids)}", prompt=text)
 
     def _run(self, requests: Sequence[Request]) -> Iterator[StreamDelta]:
         """Step the engine until these requests are done. Several of these iterators may be open

@@ -6,8 +6,9 @@ Plain Python records: none of them may hold a tensor. Names and defaults are vLL
 
 from __future__ import annotations
 
+import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -245,3 +246,25 @@ class StreamDelta:
     text: str
     token_ids: tuple[int, ...]
     completion: Completion | None = None
+
+
+def requests_of(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    name: Callable[[int], str],
+    *,
+    prompt: str | None = None,
+) -> list[Request]:
+    """The n completions of one prompt: completion i is called name(i) and draws with seed + i. Where
+    no seed is given one is drawn."""
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    return [
+        Request(
+            request_id=name(i),
+            prompt=prompt,
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=params,
+            seed=(seed + i) % 2**64,
+        )
+        for i in range(params.n)
+    ]

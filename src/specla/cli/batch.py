@@ -7,10 +7,10 @@ at the end is 1.
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specla.cli.console import progress_bars
@@ -20,7 +20,7 @@ from specla.cli.prompts import BadLine, Job, open_lines, read_jobs
 from specla.cli.records import completion_record, dumps, error_record, run_record
 from specla.cli.single import print_line
 from specla.errors import GenerationFailed, RequestRejected
-from specla.request import Completion, Request, SamplingParams
+from specla.request import Completion, Request, SamplingParams, requests_of
 
 if TYPE_CHECKING:
     from specla.llm import LLM
@@ -107,7 +107,7 @@ def _outcomes(llm: LLM, jobs: Sequence[Job], form: str) -> Iterator[tuple[int, O
 
 
 def _requests(llm: LLM, job: Job, form: str) -> list[Request]:
-    """As `LLM.generate` and `LLM.chat` ask: completion i of n draws with seed + i.
+    """As `LLM.generate` and `LLM.chat` ask.
 
     Raises:
         RequestRejected: the chat template does not take the conversation.
@@ -116,17 +116,7 @@ def _requests(llm: LLM, job: Job, form: str) -> list[Request]:
         tokens = llm.tokenizer.apply_chat_template(_conversation(job))
     else:
         tokens = llm.tokenizer.encode(job.prompt or "")
-    given = job.params.seed
-    seed = secrets.randbits(63) if given is None else given
-    return [
-        Request(
-            request_id=_id(job, i),
-            prompt_token_ids=tuple(tokens),
-            params=job.params,
-            seed=(seed + i) % 2**64,
-        )
-        for i in range(job.params.n)
-    ]
+    return requests_of(tokens, job.params, partial(_id, job))
 
 
 def _id(job: Job, index: int) -> str:
