@@ -255,8 +255,8 @@ def requests_of(
     *,
     prompt: str | None = None,
 ) -> list[Request]:
-    """The n completions of one prompt: completion i is called name(i) and draws with seed + i. Where
-    no seed is given one is drawn."""
+    """The n completions of one prompt: completion i is called name(i) and draws with seed + i.
+    Where none is given one is drawn."""
     seed = secrets.randbits(63) if params.seed is None else params.seed
     return [
         Request(
