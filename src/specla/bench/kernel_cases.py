@@ -108,7 +108,7 @@ class Case:
     @property
     def max_log(self) -> int:
         """Most entries of a log in an engine whose trees are as deep."""
-        return self.log_capacity + max(depth_of(self.parents) + 1, len(self.path))
+        return self.threshold + max(depth_of(self.parents) + 1, len(self.path))
 
     @property
     def fold_due(self) -> bool:
