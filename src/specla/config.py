@@ -37,7 +37,7 @@ CPU_PREFILL_CHUNK, GPU_PREFILL_CHUNK = 256, 4096
 FLA_CORE = "0.6"
 GPU_MAX_NODES = 64
 TRITON = (3, 6)
-GPU_LOG_CAPACITY = 16
+GPU_LOG_CAPACITY = 4
 # Bytes of weights below which a second CPU thread brought nothing on idle cores and made decoding
 # several times slower on shared ones (docs/log.md, 2026-11-29).
 ONE_THREAD_BELOW = 256 * 2**20
@@ -370,7 +370,7 @@ def _log_capacity(asked: int | None, device: str, reasons: dict[str, str]) -> in
     if device == "cpu":
         reasons["log_capacity"] = "0 on a CPU: replaying a factor costs as much as writing S"
         return 0
-    reasons["log_capacity"] = f"{GPU_LOG_CAPACITY} on a GPU: S is written that much less often"
+    reasons["log_capacity"] = f"{GPU_LOG_CAPACITY} on a GPU: a longer log's replays cost more"
     return GPU_LOG_CAPACITY
 
 

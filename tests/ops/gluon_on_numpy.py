@@ -123,16 +123,14 @@ class Memory:
             assert (place[chosen] < len(self.buffers[i - 1])).all(), "out of bounds"
             yield self.buffers[i - 1], place[chosen], chosen
 
-    def load(
-        self, at: Value, mask: Any = True, other: Any = np.nan, eviction_policy: str = ""
-    ) -> Value:
+    def load(self, at: Value, mask: Any = True, other: Any = np.nan) -> Value:
         where, used = np.broadcast_arrays(at.data, lift(mask).data)
         found = np.full(where.shape, lift(other).data if other == other else 0, KINDS[at.target])
         for buffer, place, chosen in self._places(where, used):
             found[chosen] = buffer[place]
         return Value(found, at.target)
 
-    def store(self, at: Value, x: Any, mask: Any = True, eviction_policy: str = "") -> None:
+    def store(self, at: Value, x: Any, mask: Any = True) -> None:
         where, used, values = np.broadcast_arrays(at.data, lift(mask).data, lift(x).data)
         assert at.target == lift(x).kind, f"{lift(x).kind} stored as {at.target}"
         for buffer, place, chosen in self._places(where, used):
@@ -310,7 +308,7 @@ def run(
         "load_block": _load_block, "store_block": _store_block, "warpgroup_mma": _product,
         "mma_v2": _product, "viewed": Shared.reinterpret,
         "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else deps,
-        "BLOCK": 16, "NamedTuple": object, "TYPE_CHECKING": False, "range": _range,
+        "BLOCK": 16, "TYPE_CHECKING": False, "range": _range,
         "passes": lambda *bounds, disable_licm: _range(*bounds),
     }  # fmt: skip
     for name in ("barrier", "fence_async_shared", "gdc_wait", "gdc_launch_dependents"):

@@ -20,6 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from specla.ops.gdn import triton_stream as stream  # noqa: E402
 from specla.ops.gdn.triton import lanes_for, stream_for  # noqa: E402
 from specla.ops.gdn.triton_stream import StreamTile  # noqa: E402
+from specla.ops.walk import capacity  # noqa: E402
 
 WIDE = RecurrentShape(
     num_layers=1, num_key_heads=8, num_value_heads=8, key_dim=256, value_dim=256, conv_width=4
@@ -29,17 +30,20 @@ FLOATS = ("S", "k", "u", "g", "q", "v", "beta", "o")
 INTEGERS = ("arrivals", "slot", "num_nodes", "bank", "ring_len", "path_len", "path", "walk")
 
 
-def compiled(shape: RecurrentShape, num_nodes: int, tile: StreamTile, branching: bool) -> Any:
+def compiled(
+    shape: RecurrentShape, num_nodes: int, tile: StreamTile, branching: bool, parts: int = 1
+) -> Any:
     meta = {
         "H": shape.num_key_heads,
         "G": shape.num_value_heads,
         "K": shape.key_dim,
         "V": shape.value_dim,
         "NODES": num_nodes,
+        "WORDS": triton.next_power_of_2(capacity(num_nodes)),
         "LOG": stream.LOG,
         "TILE": tile.rows,
         "LANES": lanes_for(shape.key_dim),
-        "PARTS": 1,
+        "PARTS": parts,
         "BRANCHING": branching,
         "PDL": True,
         "LATE": tile.late,
@@ -58,19 +62,20 @@ def compiled(shape: RecurrentShape, num_nodes: int, tile: StreamTile, branching:
 
 
 @pytest.mark.parametrize(
-    ("tile", "num_nodes", "branching"),
+    ("tile", "num_nodes", "branching", "parts"),
     [
-        (StreamTile(64, 16), 64, True),
-        (StreamTile(32, 4, registers=168), 8, True),
-        (StreamTile(32, 4), 8, False),
-        (StreamTile(32, 4, late=True), 16, True),
+        (StreamTile(64, 16), 64, True, 4),
+        (StreamTile(32, 4, registers=168), 8, True, 1),
+        (StreamTile(32, 4), 8, False, 1),
+        (StreamTile(16, 4, late=True), 16, True, 2),
+        (StreamTile(32, 4, late=True), 32, True, 4),
     ],
 )
 def test_compiles_for_hopper_without_barriers_in_the_walk(
-    tile: StreamTile, num_nodes: int, branching: bool
+    tile: StreamTile, num_nodes: int, branching: bool, parts: int
 ) -> None:
     """Gluon changes between versions of Triton."""
-    kernel = compiled(WIDE, num_nodes, tile, branching)
+    kernel = compiled(WIDE, num_nodes, tile, branching, parts)
     ptx = kernel.asm["ptx"]
     nodes, walk = ptx.rindex("cp.async.commit_group"), ptx.rindex("cp.async.wait_group")
     assert ptx.index("ld.global.v4") < ptx.rindex("griddepcontrol.wait", 0, nodes) < walk
@@ -112,7 +117,8 @@ def test_the_tiles_that_were_fastest() -> None:
     narrow = replace(WIDE, num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
     best = {
         (WIDE, 1, 1, False): StreamTile(32, 4),
-        (WIDE, 2, 16, True): StreamTile(32, 4, late=True),
+        (WIDE, 2, 8, True): StreamTile(16, 4, late=True),
+        (WIDE, 2, 16, True): StreamTile(16, 4, late=True),
         (WIDE, 4, 32, True): StreamTile(32, 4, late=True),
         (WIDE, 8, 16, True): StreamTile(32, 8),
         (WIDE, 64, 16, True): StreamTile(32, 4, registers=168),

@@ -42,12 +42,6 @@ from specla.ops.gdn.triton_wy_solve import BLOCK  # noqa: E402
 MODULES = (triton_wy_operands, triton_wy_asks, triton_wy_inputs, triton_wy_heads, fused)
 FILES = [Path(m.__file__) for m in MODULES]
 SHARED = 228 * 1024  # bytes of a multiprocessor; 1 KiB of each program's is not its own
-TILES = (
-    fused.FusedTile(),
-    fused.FusedTile(ahead=2, keep=True, together=False, flight=5),
-    fused.FusedTile(whole=False, ask=1),
-    fused.FusedTile(programs=3, whole=False, stages=2, registers=168, keep=True, flight=2),
-)
 NAN = float("nan")
 LIMIT = 1e-4
 """Of norms. The closed form's errors are 2e-5; an element of q, k or v that is rounded to bfloat16
@@ -74,13 +68,11 @@ ASSEMBLY = {
     "_rounded": rounded,
     "_widened": np.float32,
     "ask_line": ask_nothing,
-    "ask_lasting_line": ask_nothing,
-    "_ask_stretch": ask_nothing,
     "worked_out": ask_nothing,
 }
 
 
-def on_numpy(p: Problem, layer: LayerState, programs: int, whole: bool) -> Tensor:
+def on_numpy(p: Problem, layer: LayerState, programs: int) -> Tensor:
     """o [B, N, G, V]; the layer is changed in place."""
     case, s, rnd = p.case, p.shape, p.round
     rows, nodes = rnd.parents.shape
@@ -91,7 +83,7 @@ def on_numpy(p: Problem, layer: LayerState, programs: int, whole: bool) -> Tenso
     run(
         FILES, "_fused_kernel", programs, layer.S.view(-1, s.key_dim),
         [
-            layer.S, p.y, w.taps, w.A, w.dt_bias, layer.tail, layer.inputs, *layer.factors, o,
+            p.y, w.taps, w.A, w.dt_bias, layer.tail, layer.inputs, *layer.factors, o,
             form.ancestors, form.places, rnd.slot, rnd.num_nodes,
             rnd.parents, rnd.bank, rnd.ring_len, rnd.path_len, rnd.path,
         ],
@@ -101,9 +93,7 @@ def on_numpy(p: Problem, layer: LayerState, programs: int, whole: bool) -> Tenso
         ],
         {
             "H": s.num_key_heads, "G": s.num_value_heads, "K": s.key_dim, "V": s.value_dim,
-            "W": s.conv_width, "STRIDE": p.y.stride(0), "STAGES": 4 if whole else 2,
-            "AHEAD": 2, "WHOLE": whole, "ASK": 3 if whole else 1, "TOGETHER": whole,
-            "FLIGHT": 8 if whole else 2, "KEEP": "" if whole else "evict_last", "PDL": True,
+            "W": s.conv_width, "STRIDE": p.y.stride(0), "PDL": True,
         },
         ASSEMBLY,
     )  # fmt: skip
@@ -116,22 +106,20 @@ def error(got: Tensor, truth: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("case", "sizes", "programs", "whole"),
+    ("case", "sizes", "programs"),
     [
-        (FOLDED, (16, 0, 5), 2, True),
-        (FOLDED, (0, 11, 0), 1, False),
-        (WAITING, (8, 1), 1, False),
-        (WAITING, (1, 8), 3, True),
+        (FOLDED, (16, 0, 5), 2),
+        (FOLDED, (0, 11, 0), 1),
+        (WAITING, (8, 1), 1),
+        (WAITING, (1, 8), 3),
     ],
-    ids=["folded, by tiles", "folded, by pieces", "waits, by pieces", "waits, by tiles"],
+    ids=["folded, 2 programs", "folded, 1 program", "waits, 1 program", "waits, 3 programs"],
 )
-def test_against_the_reference(
-    case: Case, sizes: tuple[int, ...], programs: int, whole: bool
-) -> None:
+def test_against_the_reference(case: Case, sizes: tuple[int, ...], programs: int) -> None:
     p = Problem(case, num_layers=1, device=torch.device("cpu"))
     p.round.num_nodes.copy_(torch.tensor(sizes))
     layer = p.fresh_layer()
-    check(p, sizes, layer, on_numpy(p, layer, programs, whole))
+    check(p, sizes, layer, on_numpy(p, layer, programs))
 
 
 def check(p: Problem, sizes: Sequence[int], layer: LayerState, o: Tensor) -> None:
@@ -178,7 +166,7 @@ def check_row(p: Problem, b: int, n: int, layer: LayerState, o: Tensor) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("folds", [True, False])
 def test_on_a_device(folds: bool) -> None:
-    """Against the reference; bits over numbers of programs and over what is asked into L2."""
+    """Against the reference; bits over numbers of programs, and started early or not."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel is for compute capability 9.0")
     s = shape(16, 32)
@@ -190,13 +178,13 @@ def test_on_a_device(folds: bool) -> None:
     compile_masks(p.round, form, log_capacity=case.log_capacity, max_log=BLOCK)
     w = p.weights
     runs = []
-    for tile in (fused.FusedTile(), fused.FusedTile(1, 2), *TILES):
+    for programs, pdl in ((fused.PROGRAMS, True), (fused.PROGRAMS, False), (1, True), (3, True)):
         layer = p.fresh_layer()
         o = torch.full((p.num_nodes, s.num_value_heads, s.value_dim), NAN, device=p.device)
         fused.launch(
             layer, p.round, p.y, w.taps, w.A, w.dt_bias, o, form, shape=s,
             log_capacity=case.log_capacity, max_log=BLOCK, threshold=case.threshold,
-            tile=tile, pdl=True,
+            programs=programs, pdl=pdl,
         )  # fmt: skip
         check(p, sizes, layer, o.unflatten(0, (24, -1)))
         runs.append((o.nan_to_num(7), layer.S, *layer.factors))
@@ -204,12 +192,10 @@ def test_on_a_device(folds: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
-def compiled(tile: fused.FusedTile) -> Any:
+def compiled() -> Any:
     kernel, s = fused._fused_kernel, shape(16, 32)
     meta = {"H": 16, "G": 32, "K": 128, "V": 128, "W": 4, "STRIDE": s.conv_channels + 64}
-    meta |= {"STAGES": tile.stages, "AHEAD": 0, "WHOLE": tile.whole, "PDL": True}
-    meta |= {"KEEP": "evict_last" if tile.keep else "", "ASK": tile.ask, "FLIGHT": tile.flight}
-    meta["TOGETHER"] = tile.together and tile.whole
+    meta["PDL"] = True
     names = kernel.arg_names
     types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in names}
     types |= dict.fromkeys(meta, "constexpr") | {"beta_scale": "fp32", "ancestors_ptr": "*i64"}
@@ -222,19 +208,16 @@ def compiled(tile: fused.FusedTile) -> Any:
     aligned = {(places[n],): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}
     source = GluonASTSource(kernel, types, {(places[n],): v for n, v in meta.items()}, aligned)
     options = {"num_warps": fused.WARPS, "launch_pdl": True, "enable_fp_fusion": True}
-    if tile.registers:
-        options["maxnreg"] = tile.registers
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_compiles_for_hopper(tmp_path: Path, tile: fused.FusedTile) -> None:
+def test_compiles_for_hopper(tmp_path: Path) -> None:
     """S is asked for before the wait; the programs fit a multiprocessor; few spills."""
-    kernel = compiled(tile)
+    kernel = compiled()
     ptx = kernel.asm["ptx"]
     assert ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
-    assert kernel.metadata.shared <= SHARED // tile.programs - 1024
+    assert kernel.metadata.shared <= SHARED // fused.PROGRAMS - 1024
     source = tmp_path / "kernel.ptx"
     source.write_text(ptx)
     command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source)]
@@ -243,8 +226,7 @@ def test_compiles_for_hopper(tmp_path: Path, tile: fused.FusedTile) -> None:
     )
     lines = (told.stdout + told.stderr).splitlines()
     spilt = next(line for line in lines if "spill stores" in line)
-    most = 128 if tile.whole else 512
-    assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= most, spilt
+    assert int(spilt.split(" bytes spill stores")[0].split()[-1]) <= 128, spilt
 
 
 def test_where_it_is_used() -> None:
@@ -254,12 +236,4 @@ def test_where_it_is_used() -> None:
     assert not fused.fits(s, 16, 17)
     for other in (shape(8, 8), shape(16, 32, 256, 256), shape(16, 32, 128, 64)):
         assert not fused.fits(other, 16, 16)
-    p = Problem(FOLDED, num_layers=1, device=torch.device("cpu"))
-    assert not fused.pays(s, p.round, p.y, 16)
-
-
-def test_where_it_was_slower_three_kernels_stay() -> None:
-    """(rows, nodes) at 16 key heads."""
-    heads = 16
-    assert all(fused.faster(rows * heads, 16) for rows in (8, 64))
-    assert not any(fused.faster(rows * heads, n) for rows, n in ((1, 16), (64, 8), (8, 8)))
+    assert not fused.pays(s, 16, torch.empty(1, dtype=torch.bfloat16), 16)  # no GPU

@@ -137,3 +137,10 @@ def test_buckets_have_room_for_their_walks() -> None:
             _, parts, words = walk_shape(rows, nodes)
             assert words == 1 + capacity(nodes)
             assert parts & (parts - 1) == 0
+
+
+def test_trees_of_one_or_two_rows_are_cut_up() -> None:
+    """As was fastest on an H200 (docs/adr/0012)."""
+    sizes = (1, 4, 8, 16, 32, 64)
+    for rows, parts in ((1, (1, 1, 2, 2, 4, 4)), (2, (1, 1, 1, 2, 2, 2)), (4, (1,) * 6)):
+        assert tuple(walk_shape(rows, nodes)[1] for nodes in sizes) == parts

@@ -17,6 +17,7 @@ from specla.bench.graphs import time_graph
 from specla.bench.kernel_metrics import Metric
 from specla.bench.kernel_rows import RoundTime
 from specla.bench.random_model import RandomGDN
+from specla.config import GPU_LOG_CAPACITY
 from specla.drafters.base import Drafter
 from specla.engine.engine import Engine
 from specla.ops.contract import DevicePlan
@@ -44,7 +45,9 @@ def pend(log: Log, nodes: int) -> None:
     log.ring_len, log.path = in_ring, tuple(range(1 if in_ring else min(PENDING, nodes)))
 
 
-def time_round(model: RandomGDN, rows: int, nodes: int, *, log_capacity: int = 16) -> RoundTime:
+def time_round(
+    model: RandomGDN, rows: int, nodes: int, *, log_capacity: int = GPU_LOG_CAPACITY
+) -> RoundTime:
     """One verify of `rows` binary trees, replayed."""
     state = State(
         model.info.recurrent,
@@ -76,7 +79,7 @@ def busy_fraction(
         model.info.recurrent,
         num_slots=1,
         max_nodes=max_nodes,
-        log_capacity=16,
+        log_capacity=GPU_LOG_CAPACITY,
         dtype=model.dtype,
         device=model.device,
     )

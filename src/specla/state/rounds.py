@@ -24,9 +24,9 @@ MAX_PARTS = 4
 
 def walk_shape(num_rows: int, num_nodes: int) -> tuple[int, int, int]:
     """[rows, parts, words] of a bucket's compiled walks (see ops.walk): few rows leave a GPU idle,
-    so their trees are cut up; speed only, never bits."""
-    parts = max(1, min(MAX_PARTS, num_nodes // 8) // num_rows)
-    return num_rows, parts, 1 + 2 * num_nodes + num_nodes * num_nodes // 8
+    so their trees are cut up; speed only, never bits (H200; docs/adr/0012)."""
+    parts = min(MAX_PARTS // num_rows, max(2, num_nodes // 8)) if num_nodes >= 8 * num_rows else 1
+    return num_rows, max(1, parts), 1 + 2 * num_nodes + num_nodes * num_nodes // 8
 
 
 def bucket(count: int) -> int:

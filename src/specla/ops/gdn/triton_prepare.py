@@ -28,6 +28,9 @@ from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 # Of axes that are contiguous in memory alike, Triton's coalescing gives lanes and warps to the
 # first ones up to 3.6 and to the last ones in 3.9; kernels name their axes in that order.
 FORWARD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+# Trees whose parts `walk` can count at a time, at least: two a layer of 16 layers, which are more
+# launches than a device has under way.
+ARRIVALS = 32
 # Consecutive channels that a warp's access covers: 32 threads, four elements each.
 WIDE = 128
 
@@ -36,7 +39,8 @@ class Workspace(NamedTuple):
     """What `prepare` hands to `walk`, for M = B * N nodes; shared by all layers.
 
     q [M, H, K] float32, normalised and scaled; v [M, G, V] activation dtype; beta [M, G]
-    float32; o [M, G, V] float32, the outputs. arrivals [M, G V / 2] int32: zero between calls.
+    float32; o [M, G, V] float32, the outputs. arrivals [max(M, ARRIVALS), G V / 2] int32: zero
+    between calls.
     """
 
     q: Tensor
@@ -65,7 +69,10 @@ class Workspace(NamedTuple):
             beta=empty(num_rows, shape.num_value_heads),
             o=empty(*values),
             arrivals=torch.zeros(
-                num_rows, values[1] * values[2] // 2, dtype=torch.int32, device=device
+                max(num_rows, ARRIVALS),
+                shape.num_value_heads * shape.value_dim // 2,
+                dtype=torch.int32,
+                device=device,
             ),
         )
 

@@ -127,7 +127,7 @@ def prepare_and_walk(
     pdl: bool = False,
 ) -> None:
     """`prepare`, then `walk_wy`; or one kernel for both, which writes o alone of `workspace`."""
-    if gate is None and fused.pays(shape, rnd, y, max_log):
+    if gate is None and fused.pays(shape, rnd.parents.shape[1], y, max_log):
         fused.launch(
             layer, rnd, y, conv_taps, A, dt_bias, workspace.o, form, shape=shape,
             log_capacity=log_capacity, max_log=max_log, threshold=threshold,

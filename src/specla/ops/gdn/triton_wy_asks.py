@@ -2,10 +2,10 @@
 # mypy: ignore-errors
 """What the kernel of `ops.gdn.triton_wy_fused` asks for before its turn, and where it lies.
 
-When counts as much as what. While a program works through one unit, 100 MB pass through L2, which
-holds 50: what is asked for when a unit begins should be gone again when the next one reads it
-(counted; when that was done, S included, ncu saw 55 MB read more than there are). So it is asked
-for a tile ahead.
+S always, into the ring; the rest for a program's first unit only, into L2, while there is nothing
+to work on. To ask for the next one's cost more than it brought: a tile ahead 3 us of 114 (H200, 64
+trees of 16 nodes at 16/32x128); any earlier it should be gone when its turn comes, as during a
+unit 100 MB pass through L2, which holds 50. To keep y and o there before S cost 2 us.
 """
 
 from __future__ import annotations
@@ -46,38 +46,6 @@ def ask_line(at, there):
 
 
 @gluon.jit
-def ask_lasting_line(at, there):
-    """As `ask_line`, to be kept there before others."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.s32 p, $2, 0;
-        @p prefetch.global.L2::evict_last [$1];
-        mov.b32 $0, 0;
-        }""", "=r,l,r", [at.to(gl.int64), there.to(gl.int32)], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _ask_stretch(at, BYTES: gl.constexpr):
-    """BYTES from each `at` on into L2."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-        [at.to(gl.int64), gl.full(at.shape, BYTES, gl.int32, at.type.layout)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def origin(row, lying, C: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr):
-    """Where a raw input begins."""
-    y_ptr, inputs_ptr, tail_ptr, m = row
-    above = gl.where(lying > -W, tail_ptr + (W - 1 + lying) * C, inputs_ptr - (W + lying) * C)
-    return gl.where(lying < 0, above, y_ptr + (m + lying) * STRIDE)
-
-
-@gluon.jit
 def column_of(key_head, f, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     """Where element f of a key head's q, k and both v lies."""
     of_value = 2 * (H - 1) * K + key_head * (2 * V) + f
@@ -85,61 +53,17 @@ def column_of(key_head, f, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def _lines():
-    """(row of 16, line of 8), one a thread."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
-    row = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(1, lines)))[:, None]
-    return row, worked_out(gl.arange(0, 8, layout=gl.SliceLayout(0, lines)))[None, :]
-
-
-@gluon.jit
 def ask_nodes(
     y_ptr, unit, num_columns, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    STRIDE: gl.constexpr, STAYS: gl.constexpr,
+    STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """What a unit (row, key head) reads of the row's nodes, idle ones too, into L2. STAYS: as long
-    as there is anything else to make room with."""
-    node, line = _lines()
+    """What a unit (row, key head) reads of the row's nodes, idle ones too, into L2."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    node = worked_out(gl.arange(0, _N, layout=gl.SliceLayout(1, lines)))[:, None]
+    line = worked_out(gl.arange(0, 8, layout=gl.SliceLayout(0, lines)))[None, :]
     at = y_ptr + (unit // H * num_columns + node) * STRIDE
     at += column_of(unit % H, line * 64, H, K, V)
-    there = (node < num_columns) & (line >= 0)
-    if STAYS:
-        ask_lasting_line(at, there)
-    else:
-        ask_line(at, there)
-
-
-@gluon.jit
-def ask_above(
-    row, found, log_k, log_u, log_len, key_head, H: gl.constexpr, G: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr,
-):  # fmt: skip
-    """What a key head reads of the log and above the root into L2; log_k: of the one before it."""
-    C: gl.constexpr = 2 * H * K + G * V
-    j, line = _lines()
-    rows: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0]))
-    entry = found.index(3).load(rows)[:, None]
-    top = origin(row, found.index(4).load(rows), C, W, STRIDE)[:, None]
-    known = (j < log_len) & (line >= 0)
-    ask_line(log_u + (entry * (G * V) + key_head * (2 * V) + line * 32), known)
-    ask_line(log_k + (entry * (H * K) + K + line * 32), known & (line < K // 32))
-    ask_line(top + column_of(key_head, line * 64, H, K, V), (j < W - 1) & (line >= 0))
-
-
-@gluon.jit
-def ask_state(
-    unit, last, S_ptr, slot_ptr, H: gl.constexpr, G: gl.constexpr, K: gl.constexpr,
-    V: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
-    """Tiles of a unit that the ring does not hold into L2: the memory has something to do while
-    no program has."""
-    if AHEAD > 0:  # noqa: SIM102 - one of them is known when compiling
-        if unit < last:
-            each: gl.constexpr = AHEAD * _ROWS * K // 128
-            thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-            slot = gl.load(slot_ptr + unit // H).to(gl.int64)
-            row = (slot * G + unit % H * 2) * V + 2 * _ROWS
-            _ask_stretch(S_ptr + (row * K + thread * each), 4 * each)
+    ask_line(at, (node < num_columns) & (line >= 0))
 
 
 @gluon.jit
@@ -168,7 +92,7 @@ def ask_log(
 @gluon.jit
 def ask_tile(ring, q, row, here, K: gl.constexpr):
     """A tile into the places of pieces q and q + 1, at once, announced as the first of them: its
-    lines lie in turn in the same pages of memory."""
+    lines lie in turn in the same pages of memory (by pieces: 1 us of 114 more)."""
     S_blocks, ss, full = ring
     s = q % ss.shape[0]
     mbarrier.expect(full.index(s), 4 * _ROWS * K, pred=here)

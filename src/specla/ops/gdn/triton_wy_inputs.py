@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from specla.ops.gdn.triton_wy_asks import column_of, origin, viewed, worked_out
+from specla.ops.gdn.triton_wy_asks import column_of, viewed, worked_out
 from specla.ops.gdn.triton_wy_operands import COLUMNS, barrier, pieces, rows_of
 
 _COLUMNS = gl.constexpr(COLUMNS)
@@ -145,24 +145,31 @@ def find_inputs(found, parents_ptr, path_ptr, path_len, ring_len, bank_at, n, W:
 
 
 @gluon.jit
+def _origin(row, lying, C: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr):
+    """Where a raw input begins."""
+    y_ptr, inputs_ptr, tail_ptr, m = row
+    above = gl.where(lying > -W, tail_ptr + (W - 1 + lying) * C, inputs_ptr - (W + lying) * C)
+    return gl.where(lying < 0, above, y_ptr + (m + lying) * STRIDE)
+
+
+@gluon.jit
 def _origins(row, node, found, C: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr):
     """Where the raw inputs of each node's four steps begin, oldest first."""
     layout: gl.constexpr = gl.SliceLayout(1, tile_layout())
     oldest, middle = found.index(0).load(layout), found.index(1).load(layout)
     newest = found.index(2).load(layout)
     return (
-        origin(row, oldest, C, W, STRIDE), origin(row, middle, C, W, STRIDE),
-        origin(row, newest, C, W, STRIDE), row[0] + (row[3] + node) * STRIDE,
+        _origin(row, oldest, C, W, STRIDE), _origin(row, middle, C, W, STRIDE),
+        _origin(row, newest, C, W, STRIDE), row[0] + (row[3] + node) * STRIDE,
     )  # fmt: skip
 
 
 @gluon.jit
-def _raw(origins, column, mask, KEEP: gl.constexpr):
+def _raw(origins, column, mask):
     """A tile's raw inputs, oldest first."""
     x = ()
     for i in gl.static_range(4):
-        at = origins[i][:, None] + column[None, :]
-        x += (gl.load(at, mask=mask, other=0.0, eviction_policy=KEEP),)
+        x += (gl.load(origins[i][:, None] + column[None, :], mask=mask, other=0.0),)
     return x
 
 
@@ -206,7 +213,7 @@ def _newest_inputs(
     wide: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
     i, column = _tail_columns(key_head, H, K, V)
     four = viewed(found.index(4), gl.int32, [4, 4], found.layout).index(0)
-    at = origin(row, four.load(gl.SliceLayout(1, wide)), C, W, STRIDE)
+    at = _origin(row, four.load(gl.SliceLayout(1, wide)), C, W, STRIDE)
     return gl.load(at[:, None] + column, mask=i < W - 1, other=0.0)
 
 
@@ -297,34 +304,14 @@ def _tile_at(key_head, tile: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: 
 
 
 @gluon.jit
-def _make_tile(
-    raw, made, tile: gl.constexpr, origins, taps, columns, out, mask, key_head, H: gl.constexpr,
-    K: gl.constexpr, V: gl.constexpr, FLIGHT: gl.constexpr, KEEP: gl.constexpr,
-):  # fmt: skip
-    """(raw inputs asked for, tiles made) after this one. Raw inputs go to memory behind the last
-    that is asked for, as loads do not pass stores, unless only a few are held at a time."""
-    made += (_convolved(raw[tile], taps, tile),)
-    if tile + FLIGHT < 8:
-        at = _tile_at(key_head, tile + FLIGHT, H, K, V)
-        raw += (_raw(origins, at + columns, mask, KEEP),)
-    if FLIGHT >= 4 and tile + FLIGHT == 7:
-        for i in gl.static_range(tile):
-            gl.store(out + _tile_at(key_head, i, H, K, V), raw[i][3], mask=mask)
-    if FLIGHT < 4 or tile + FLIGHT >= 7:
-        gl.store(out + _tile_at(key_head, tile, H, K, V), raw[tile][3], mask=mask)
-    return raw, made
-
-
-@gluon.jit
 def make_inputs(
     row, found, xs, es, vs, reads, kept, gates, taps_ptr, inputs_out, tail_out, log_k, g_ptr,
     ancestors_ptr, candidates, n, ring_len, log_len, end, key_head, beta_scale, H: gl.constexpr,
     G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, W: gl.constexpr, STRIDE: gl.constexpr,
-    FLIGHT: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Convolution and gates of a row and key head: x, e, v and g, beta (`_gates`) into shared
     memory, k, g and the convolution's inputs into memory. Gives the nodes above each as bits.
-    reads: room for the taps. FLIGHT: tiles on their way at a time."""
+    reads: room for the taps."""
     C: gl.constexpr = 2 * H * K + G * V
     tile: gl.constexpr = tile_layout()
     column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, tile))
@@ -338,33 +325,27 @@ def make_inputs(
     log_g = _log_gates(g_ptr, found, log_len, G)
     known = (node < log_len)[:, None] & all_of_it
     e_at = log_k + (place[:, None] * (H * K) + column[None, :])
-    if FLIGHT >= 4:
-        e0 = gl.load(e_at, mask=known, other=0.0)
-        e1 = gl.load(e_at + _COLUMNS, mask=known, other=0.0)
+    e0 = gl.load(e_at, mask=known, other=0.0)
+    e1 = gl.load(e_at + _COLUMNS, mask=known, other=0.0)
     raw = ()
-    for i in gl.static_range(FLIGHT):
-        at = _tile_at(key_head, i, H, K, V)
-        raw += (_raw(origins, at + column, mask, KEEP),)
+    for i in gl.static_range(8):
+        raw += (_raw(origins, _tile_at(key_head, i, H, K, V) + column, mask),)
     taps = viewed(reads, gl.bfloat16, [2 * _N, _COLUMNS], found.layout)
     viewed(reads, gl.bfloat16, [1, 2 * _N, _COLUMNS], plain()).index(0).store(own_taps)
     barrier()
     out = inputs_out + (node[:, None] * C + column[None, :])
     x = ()
     for i in gl.static_range(4):
-        if i == 1 and FLIGHT >= 4:
+        if i == 1:
             newest = _newest_inputs(row, found, key_head, H, G, K, V, W, STRIDE)
-        raw, x = _make_tile(
-            raw, x, i, origins, taps, column, out, mask, key_head, H, K, V, FLIGHT, KEEP
-        )  # fmt: skip
+        x += (_convolved(raw[i], taps, i),)
+        gl.store(out + _tile_at(key_head, i, H, K, V), raw[i][3], mask=mask)
     xq0, xq1, xk0, xk1 = x
     norm_q = (K**-0.5 / gl.sqrt(summed(xq0 * xq0 + xq1 * xq1, axis=1) + 1e-6))[:, None]
     norm_k = (1.0 / gl.sqrt(summed(xk0 * xk0 + xk1 * xk1, axis=1) + 1e-6))[:, None]
     xk0 *= norm_k
     xk1 *= norm_k
     keep(xs, _beside(_woven(xq0 * norm_q, xk0), _woven(xq1 * norm_q, xk1)))
-    if FLIGHT < 4:
-        e0 = gl.load(e_at, mask=known, other=0.0)
-        e1 = gl.load(e_at + _COLUMNS, mask=known, other=0.0)
     keep(es, _beside(e0, e1))
     k_at = log_k + ((candidates + node)[:, None] * (H * K) + column[None, :])
     gl.store(k_at, xk0, mask=mask)
@@ -374,16 +355,13 @@ def make_inputs(
     gl.store(ring_at, e0, mask=moving)
     gl.store(ring_at + _COLUMNS, e1, mask=moving)
     for i in gl.static_range(4, 8):
-        raw, x = _make_tile(
-            raw, x, i, origins, taps, column, out, mask, key_head, H, K, V, FLIGHT, KEEP
-        )  # fmt: skip
+        x += (_convolved(raw[i], taps, i),)
+        gl.store(out + _tile_at(key_head, i, H, K, V), raw[i][3], mask=mask)
     v01 = gl.join(x[4].to(gl.bfloat16), x[5].to(gl.bfloat16))
     v = gl.join(v01, gl.join(x[6].to(gl.bfloat16), x[7].to(gl.bfloat16)))
     v = v.permute((3, 2, 0, 1)).reshape([4 * _N, _COLUMNS])
     viewed(vs, gl.bfloat16, [1, 4 * _N, _COLUMNS], vs.layout).index(0).store(v)
     _gates(of_nodes, log_g, kept, g_ptr, candidates, ring_len, end, beta_scale, G)
-    if FLIGHT < 4:
-        newest = _newest_inputs(row, found, key_head, H, G, K, V, W, STRIDE)
     i, columns = _tail_columns(key_head, H, K, V)
     gl.store(tail_out + (i * C + columns), newest, mask=i < W - 1)
     nodes = gl.arange(0, _N, layout=gl.SliceLayout(1, gl.SliceLayout(0, cube_layout())))
