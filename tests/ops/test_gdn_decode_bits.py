@@ -18,7 +18,7 @@ from walk_machine import SHAPE, Noise, noisy_rows, run
 from specla.ops.gdn import triton as kernels
 from specla.ops.gdn import triton_decode as decode
 from specla.ops.gdn import triton_stream as stream
-from specla.ops.walk import capacity, compile_walks
+from specla.ops.walk import compile_walks
 
 # Rings and paths of the last round; the second row is idle.
 LOGS: tuple[tuple[int, tuple[int, ...]], ...] = ((0, ()), (2, (0,)), (5, (0, 2)), (1, (1, 2)))
@@ -76,8 +76,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         tile: stream.StreamTile, num_nodes: int,
     ) -> None:  # fmt: skip
         nodes = 1 << (num_nodes - 1).bit_length()
-        meta |= {"NODES": nodes, "WORDS": capacity(nodes), "LOG": 2}
-        meta |= {"TILE": tile.rows, "LATE": tile.late}
+        meta |= {"NODES": nodes, "LOG": 2, "TILE": tile.rows, "LATE": tile.late}
         run(stream._stream_kernel, grid, arguments, meta | {"num_warps": tile.warps})
 
     monkeypatch.setattr(stream, "launch", launch)

@@ -20,7 +20,6 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from specla.ops.gdn import triton_stream as stream  # noqa: E402
 from specla.ops.gdn.triton import lanes_for, stream_for  # noqa: E402
 from specla.ops.gdn.triton_stream import StreamTile  # noqa: E402
-from specla.ops.walk import capacity  # noqa: E402
 
 WIDE = RecurrentShape(
     num_layers=1, num_key_heads=8, num_value_heads=8, key_dim=256, value_dim=256, conv_width=4
@@ -39,7 +38,6 @@ def compiled(
         "K": shape.key_dim,
         "V": shape.value_dim,
         "NODES": num_nodes,
-        "WORDS": triton.next_power_of_2(capacity(num_nodes)),
         "LOG": stream.LOG,
         "TILE": tile.rows,
         "LANES": lanes_for(shape.key_dim),
@@ -64,7 +62,7 @@ def compiled(
 @pytest.mark.parametrize(
     ("tile", "num_nodes", "branching", "parts"),
     [
-        (StreamTile(64, 16), 64, True, 4),
+        (StreamTile(64, 8, late=True), 64, True, 4),
         (StreamTile(32, 4, registers=168), 8, True, 1),
         (StreamTile(32, 4), 8, False, 1),
         (StreamTile(16, 4, late=True), 16, True, 2),
@@ -109,7 +107,7 @@ def test_a_tile_for_every_round(heads: tuple[int, int, int, int]) -> None:
         assert V % tile.rows == 0
         assert tile.rows * lanes in (tile.warps * 32 * rows for rows in (1, 2, 4))
         programs_beside = SHARED // (nodes * (8 * K + 2 * tile.rows + 8))
-        assert programs_beside * tile.warps >= 12, (programs, nodes, branching, tile)
+        assert programs_beside * tile.warps >= 8, (programs, nodes, branching, tile)
 
 
 def test_the_tiles_that_were_fastest() -> None:
@@ -120,6 +118,7 @@ def test_the_tiles_that_were_fastest() -> None:
         (WIDE, 2, 8, True): StreamTile(16, 4, late=True),
         (WIDE, 2, 16, True): StreamTile(16, 4, late=True),
         (WIDE, 4, 32, True): StreamTile(32, 4, late=True),
+        (WIDE, 4, 64, True): StreamTile(64, 8, late=True),
         (WIDE, 8, 16, True): StreamTile(32, 8),
         (WIDE, 64, 16, True): StreamTile(32, 4, registers=168),
         (WIDE, 64, 8, False): StreamTile(32, 4),

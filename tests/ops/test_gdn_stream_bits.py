@@ -17,7 +17,7 @@ from walk_machine import SHAPE, Noise, noisy_rows, run
 from specla.ops.gdn import triton as kernels
 from specla.ops.gdn import triton_stream as stream
 from specla.ops.gdn.triton_stream import StreamTile
-from specla.ops.walk import capacity, compile_walks
+from specla.ops.walk import compile_walks
 
 NODES = 8
 TREES = [random_parents(0, NODES, 2), random_parents(1, NODES - 1, 5)]
@@ -48,13 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         grid: tuple[int, int, int], arguments: tuple[Any, ...], meta: dict[str, Any],
         tile: StreamTile, num_nodes: int,
     ) -> None:  # fmt: skip
-        more = {
-            "NODES": num_nodes,
-            "WORDS": capacity(num_nodes),
-            "LOG": 2,
-            "TILE": tile.rows,
-            "LATE": tile.late,
-        }
+        more = {"NODES": num_nodes, "LOG": 2, "TILE": tile.rows, "LATE": tile.late}
         meta |= more | {"num_warps": tile.warps}
         run(stream._stream_kernel, grid, arguments, meta)
 

@@ -10,7 +10,6 @@ are waited for: what is overwritten or read too early gives wrong bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from itertools import product
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -217,8 +216,6 @@ def language(program: tuple[int, ...], grid: tuple[int, ...]) -> Any:
         num_programs=lambda axis: grid[axis],
         arange=lambda a, b, layout: block(torch.arange(a, b)),
         zeros=lambda shape, dtype, layout: block(torch.zeros(shape, dtype=dtype)),
-        full_like=lambda x, value: block(torch.full_like(x, value)),
-        reduce=lambda x, axis, combine: block(reduce(combine, x.unbind(axis))),
         full=lambda shape, value, dtype, layout: block(torch.full(shape, int(value))),
         where=lambda c, a, b: block(torch.where(c, torch.as_tensor(a), torch.as_tensor(b))),
         broadcast=lambda a, b: torch.broadcast_tensors(a, b),

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.contract import RecurrentShape
 from specla.ops.gdn.triton_prepare import overlap
-from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK, capacity
+from specla.ops.walk import NODE_MASK, RESTORE, SAVE, WALK
 
 # Later Tritons renamed these.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -73,8 +73,10 @@ def tile_for(
     long, halves = shape.key_dim >= 256, shape.value_dim // two_rows
     if elements >= 1 << 24 and node_bytes <= 32768 and (long or not branching) and not halves % 2:
         return StreamTile(2 * two_rows, 4, registers=168 if branching else 0)
-    if elements < 1 << 22 and node_bytes <= 98304 and long and not halves % 2:
+    if elements < 1 << 22 and long and not halves % 4:
         # A few rows: fewer warps leave the products' weights room to come early.
+        if node_bytes > 98304:
+            return StreamTile(4 * two_rows, 8, late=True)
         rows = two_rows if elements <= 1 << 20 and num_nodes > 2 else 2 * two_rows
         return StreamTile(rows, 4, late=num_nodes > 2)
     share = 4 if node_bytes > 98304 else 2 if node_bytes > 49152 else 1
@@ -97,13 +99,11 @@ def launch(
     """
     assert tile.rows * meta["LANES"] // (32 * tile.warps) in (1, 2, 4), tile
     registers = {"maxnreg": tile.registers} if tile.registers else {}
-    nodes = triton.next_power_of_2(num_nodes)
     _stream_kernel[grid](
         *arguments,
         **meta,
         LATE=tile.late,
-        NODES=nodes,
-        WORDS=triton.next_power_of_2(capacity(nodes)),
+        NODES=triton.next_power_of_2(num_nodes),
         LOG=LOG,
         TILE=tile.rows,
         num_warps=tile.warps,
@@ -146,24 +146,6 @@ def _stay():
 @gluon.jit
 def _add(a, b):
     return a + b
-
-
-@gluon.jit
-def _or(a, b):
-    return a | b
-
-
-@gluon.jit
-def _on_the_way(walk_ptr, num_ops, WORDS: gl.constexpr, WARPS: gl.constexpr):
-    """The nodes of a walk's operations as bits; of an empty one, node 0."""
-    j = gl.arange(0, WORDS, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    words = gl.load(walk_ptr + 1 + j, mask=j < num_ops, other=0)
-    return gl.reduce(gl.full_like(words, 1).to(gl.int64) << (words & _NODE).to(gl.int64), 0, _or)
-
-
-@gluon.jit
-def _is_in(bits, node):
-    return ((bits >> node.to(gl.int64)) & 1) != 0
 
 
 @gluon.jit
@@ -265,8 +247,8 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     slot_ptr, num_nodes_ptr, bank_ptr, ring_len_ptr, path_len_ptr, path_ptr, walk_ptr,
     num_columns, num_path, num_entries, log_capacity, walk_stride, threshold,
     H: gl.constexpr, G: gl.constexpr, K: gl.constexpr, V: gl.constexpr, NODES: gl.constexpr,
-    WORDS: gl.constexpr, LOG: gl.constexpr, TILE: gl.constexpr, LANES: gl.constexpr,
-    PARTS: gl.constexpr, BRANCHING: gl.constexpr, PDL: gl.constexpr, LATE: gl.constexpr,
+    LOG: gl.constexpr, TILE: gl.constexpr, LANES: gl.constexpr, PARTS: gl.constexpr,
+    BRANCHING: gl.constexpr, PDL: gl.constexpr, LATE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program (value head and tile, row, part), as in `ops.gdn.triton`."""
@@ -372,12 +354,10 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     num_ops = gl.load(walk_ptr)
     word = gl.load(walk_ptr + 1)
     following = gl.load(walk_ptr + 2, mask=num_ops > 1, other=0)
-    if PARTS > 1:
-        visited = _on_the_way(walk_ptr, num_ops, WORDS, num_warps)
     if PDL:
         gdc_wait()
 
-    # All operands at once, of the nodes that this part comes to.
+    # All nodes' operands at once.
     candidates = log_capacity + (1 - bank) * num_path
     k_ptr += candidates * (H * K)
     u_ptr += candidates * (G * V)
@@ -395,11 +375,8 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
     node_decay = gl.allocate_shared_memory(gl.float32, [NODES, 1], flat)
     node_beta = gl.allocate_shared_memory(gl.float32, [NODES, 1], flat)
     at_k = n_k * (H * K) + column_k
-    here = n_k < num_nodes
-    if PARTS > 1:
-        here &= _is_in(visited, n_k)
-    _copy(node_k, k_ptr + at_k, mask=here)
-    _copy(node_q, q_ptr + at_k, mask=here)
+    _copy(node_k, k_ptr + at_k, mask=n_k < num_nodes)
+    _copy(node_q, q_ptr + at_k, mask=n_k < num_nodes)
     at_v = n_v * (G * V) + column_v
     _copy(node_v, v_ptr + at_v, mask=n_v < num_nodes)
     async_copy.commit_group()
