@@ -138,7 +138,7 @@ class Rows:
         model = self.model
         state = Remembering(
             model.info.recurrent, num_slots=slots, max_nodes=max_nodes, log_capacity=self._log,
-            dtype=model.dtype, device=model.device,
+            max_path=drafter.info.max_depth + 1, dtype=model.dtype, device=model.device,
         )  # fmt: skip
         engine = Engine(
             model, state, drafter, mode="fast" if kernel == "closed" else "exact", kernel=kernel,

@@ -12,8 +12,11 @@ from engine_requests import WALK
 
 from specla.drafters.base import DraftRow
 from specla.drafters.none import NoDrafter
-from specla.errors import CapacityExceeded, InvalidTree
+from specla.engine.engine import Engine
+from specla.errors import CapacityExceeded, ConfigError, InvalidTree
 from specla.models.base import TargetModel
+from specla.state import State
+from specla.testing import RandomTreeDrafter
 from specla.topology.tree import DraftTree
 
 
@@ -45,6 +48,21 @@ def test_a_drafter_that_breaks_its_contract(
     with pytest.raises(error, match=message):
         engine.step()
     check_whole(engine)
+
+
+def test_a_drafter_deeper_than_logs_allow(target: TargetModel) -> None:
+    """Drafts made on the device are seen by nobody before their factors are written."""
+
+    def engine(max_path: int, max_nodes: int, depth: int) -> Engine:
+        shape, dtype = target.info.recurrent, target.dtype
+        state = State(shape, num_slots=1, max_nodes=max_nodes, max_path=max_path, dtype=dtype)
+        drafter = RandomTreeDrafter(0, VOCAB, max_depth=depth)
+        return Engine(target, state, drafter, mode="exact", prefill_chunk=64)
+
+    engine(4, 8, 3)
+    engine(4, 4, 9)  # trees have no more nodes than that
+    with pytest.raises(ConfigError, match=r"max_path must hold the drafter's paths of 5 nodes"):
+        engine(4, 8, 4)
 
 
 class Answering(NoDrafter):

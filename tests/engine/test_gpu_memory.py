@@ -71,8 +71,9 @@ GDN = short(partial(gdn_1_3b, layers=2), 64)
 NARROW = {heads: short(partial(narrow, heads), 256) for heads in HEADS}
 
 PROMPTS = {"prefill._prepare_kernel", "swiglu._swiglu_kernel", "rows._gated_norm_kernel"}
-ROUNDS = {
-    *("slots._slots_kernel", "walk._compile_kernel", "triton_prepare._prepare_kernel"),
+PREPARE = {"triton_prepare._prepare_kernel"}
+ROUNDS = PREPARE | {
+    *("slots._slots_kernel", "walk._compile_kernel"),
     *("rows._embed_norm_kernel", "rows._add_partials_norm_kernel"),
     *("triton._choose_kernel", "triton._accept_kernel"),
 }
@@ -81,6 +82,7 @@ WALK = {"triton_stream._stream_kernel"}
 DECODE = {"triton_decode._decode_kernel"}
 SOLVE = {"triton_wy_solve.mask_kernel", "triton_wy_solve.solve_kernel"}
 APPLY, APPLY_STREAM = {"triton_wy._apply_kernel"}, {"triton_wy_stream._stream_kernel"}
+FUSED = {"triton_wy_solve.mask_kernel", "triton_wy_fused._fused_kernel"}
 GROW = {"triton_grow._top_kernel", "triton_grow._extend_kernel"}
 BLOCKS = {f"triton_block._{name}_kernel" for name in ("begin", "append", "attend", "combine")}
 DRAFTERS = {
@@ -93,10 +95,9 @@ DRAFTERS = {
     "dflash": BLOCKS | {"triton_grow._top_kernel", "triton_marginals._best_first_kernel"},
     "block+reader": BLOCKS | GROW | {"triton_reader._read_kernel", "triton_reader._ask_kernel"},
 }
-# Other devices' (triton, gemm), what is not used (triton_wy_fused), training's, and what resting
-# launches.
+# Other devices' (triton, gemm), training's, and what resting launches.
 ELSEWHERE = {
-    *("triton._walk_kernel", "gemm._gemm_kernel", "triton_wy_fused._fused_kernel"),
+    *("triton._walk_kernel", "gemm._gemm_kernel"),
     *("triton_conv._packed_kernel", "rows._keep_kernel"),
 }
 
@@ -177,22 +178,34 @@ def test_plain_rounds_of_many_rows(heads: str, seen: set[str]) -> None:
     assert seen >= ROUNDS | FEW_ROWS | DECODE
 
 
+def trees_of_many(target: Rows, kernel: str, depth: int) -> list[Any]:
+    drafter = OracleDrafter(target.truth, depth=depth, decoys=2, vocab_size=target.vocab_size)
+    return target.decode(MANY, drafter, max_nodes=16, at_once=len(MANY), kernel=kernel)
+
+
 @pytest.mark.parametrize("kernel", ["walk", "closed"])
 @pytest.mark.parametrize("heads", HEADS)
 def test_trees_of_many_rows(heads: str, kernel: str, seen: set[str]) -> None:
     """Rounds of ten nodes that accept three drafts: nothing to replay; a path, which moves to the
     ring; ring and path, which are folded."""
     target = NARROW[heads]
-    drafter = OracleDrafter(target.truth, depth=3, decoys=2, vocab_size=target.vocab_size)
-    got = target.decode(MANY, drafter, max_nodes=16, at_once=len(MANY), kernel=kernel)
+    got = trees_of_many(target, kernel, 3)
     assert [len(one.tokens) for one in got] == [TOKENS] * len(MANY)
     if kernel == "walk":
         target.check(MANY, got)
         assert {one.rounds for one in got} == {TOKENS // 4}
         assert seen >= ROUNDS | MANY_ROWS | WALK
     else:
-        apply = APPLY_STREAM if heads == "16/32x128" else APPLY
-        assert seen >= ROUNDS | MANY_ROWS | SOLVE | apply
+        here = FUSED if heads == "16/32x128" else PREPARE | SOLVE | APPLY
+        assert seen >= ROUNDS - PREPARE | MANY_ROWS | here
+
+
+def test_trees_whose_logs_are_long(seen: set[str]) -> None:
+    """They may go deeper: too long a log for the closed form in one kernel."""
+    got = trees_of_many(NARROW["16/32x128"], "closed", 15)
+    assert [len(one.tokens) for one in got] == [TOKENS] * len(MANY)
+    assert seen >= ROUNDS | MANY_ROWS | SOLVE | APPLY_STREAM
+    assert not seen & (FUSED - SOLVE)
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "ngram"])
@@ -215,4 +228,5 @@ def test_no_kernel_is_left_out() -> None:
             found |= {name_of(x) for x in kernels if isinstance(x, JITFunction)}
     found = {name for name in found if name.endswith("_kernel")}
     here = PROMPTS | ROUNDS | FEW_ROWS | MANY_ROWS | WALK | DECODE | SOLVE | APPLY | APPLY_STREAM
+    here |= FUSED
     assert found == here.union(*DRAFTERS.values(), ELSEWHERE)

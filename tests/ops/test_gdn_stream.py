@@ -62,7 +62,9 @@ def compiled(
 @pytest.mark.parametrize(
     ("tile", "num_nodes", "branching", "parts"),
     [
+        (StreamTile(64, 16), 64, True, 1),
         (StreamTile(64, 8, late=True), 64, True, 4),
+        (StreamTile(16, 4, late=True), 8, False, 2),
         (StreamTile(32, 4, registers=168), 8, True, 1),
         (StreamTile(32, 4), 8, False, 1),
         (StreamTile(16, 4, late=True), 16, True, 2),
@@ -107,7 +109,8 @@ def test_a_tile_for_every_round(heads: tuple[int, int, int, int]) -> None:
         assert V % tile.rows == 0
         assert tile.rows * lanes in (tile.warps * 32 * rows for rows in (1, 2, 4))
         programs_beside = SHARED // (nodes * (8 * K + 2 * tile.rows + 8))
-        assert programs_beside * tile.warps >= 8, (programs, nodes, branching, tile)
+        least = 8 if nodes == 64 and programs <= 4 else 12
+        assert programs_beside * tile.warps >= least, (programs, nodes, branching, tile)
 
 
 def test_the_tiles_that_were_fastest() -> None:

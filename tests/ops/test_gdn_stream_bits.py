@@ -65,3 +65,14 @@ def test_every_form_has_the_bits_of_the_others(machine: None, threshold: int) ->
     for rows, warps, late, parts in ((8, 1, False, 2), (16, 1, True, 2), (16, 2, True, 1)):
         got = after(StreamTile(rows, warps, late=late), parts, threshold)
         assert all(map(torch.equal, got, want)), (rows, warps, late, parts)
+
+
+def test_layers_count_parts_in_cells_of_their_own() -> None:
+    """Of two rows' trees those of 16 layers in a row; wherever there is room for the round."""
+    room = kernels.Workspace.allocate(SHAPE, 16, torch.float32, "cpu")
+    places = [room.of_layer(i, 2).arrivals.data_ptr() for i in range(17)]
+    assert len(set(places[:16])) == 16
+    assert places[16] == places[0]
+    for trees in (1, 2, 3, 16, 32):
+        for layer in range(40):
+            room.of_layer(layer, trees).check(trees, 16 // trees)

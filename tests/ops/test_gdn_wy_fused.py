@@ -27,6 +27,7 @@ from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.experimental.gluon import language as gl  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from specla.ops.gdn import triton_wy as wy  # noqa: E402
 from specla.ops.gdn import (  # noqa: E402
     triton_wy_asks,
     triton_wy_heads,
@@ -34,6 +35,7 @@ from specla.ops.gdn import (  # noqa: E402
     triton_wy_operands,
 )
 from specla.ops.gdn import triton_wy_fused as fused  # noqa: E402
+from specla.ops.gdn.triton import Workspace  # noqa: E402
 from specla.ops.gdn.triton_wy import compile_masks  # noqa: E402
 from specla.ops.gdn.triton_wy_form import ClosedForm  # noqa: E402
 from specla.ops.gdn.triton_wy_operands import COLUMNS, ROWS  # noqa: E402
@@ -57,6 +59,10 @@ def shape(H: int = 1, G: int = 2, K: int = 128, V: int = 128) -> RecurrentShape:
 # Shorter than the convolution: inputs come from the path and from the tail.
 FOLDED = replace(tree_case(shape(), 3, 16), path=(0, 1))
 WAITING = replace(chain_case(shape(2, 4), 2, 8), log_capacity=8, threshold=8)
+PLAIN = replace(chain_case(shape(), 2, 1), log_capacity=8, threshold=8)
+FULL = replace(
+    tree_case(shape(), 1, 16), ring_len=4, path=tuple(range(12)), log_capacity=4, threshold=4
+)
 
 
 def ask_nothing(x: np.ndarray) -> np.ndarray:
@@ -112,8 +118,13 @@ def error(got: Tensor, truth: Tensor) -> float:
         (FOLDED, (0, 11, 0), 1),
         (WAITING, (8, 1), 1),
         (WAITING, (1, 8), 3),
+        (PLAIN, (1, 1), 1),
+        (FULL, (16,), 1),
     ],
-    ids=["folded, 2 programs", "folded, 1 program", "waits, 1 program", "waits, 3 programs"],
+    ids=[
+        *("folded, 2 programs", "folded, 1 program", "waits, 1 program", "waits, 3 programs"),
+        *("rounds of one node", "a log of 16 entries"),
+    ],
 )
 def test_against_the_reference(case: Case, sizes: tuple[int, ...], programs: int) -> None:
     p = Problem(case, num_layers=1, device=torch.device("cpu"))
@@ -237,3 +248,26 @@ def test_where_it_is_used() -> None:
     for other in (shape(8, 8), shape(16, 32, 256, 256), shape(16, 32, 128, 64)):
         assert not fused.fits(other, 16, 16)
     assert not fused.pays(s, 16, torch.empty(1, dtype=torch.bfloat16), 16)  # no GPU
+
+
+@pytest.mark.parametrize(
+    ("max_log", "gated", "one"), [(16, False, True), (17, False, False), (16, True, False)]
+)
+def test_what_a_round_launches(
+    monkeypatch: pytest.MonkeyPatch, max_log: int, gated: bool, one: bool
+) -> None:
+    """On Hopper: one kernel, unless a log may be too long or gates are wanted ready."""
+    launched: list[str] = []
+    monkeypatch.setattr(fused, "is_hopper", lambda device: True)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    for module, name in ((fused, "launch"), (wy, "prepare"), (wy, "walk_wy")):
+        monkeypatch.setattr(module, name, lambda *_, name=name, **__: launched.append(name))
+    p = Problem(WAITING, num_layers=1, device=torch.device("cpu"), dtype=torch.bfloat16)
+    form = ClosedForm.allocate(p.shape, 2, p.case.max_nodes, max_log, p.device)
+    room = Workspace.allocate(p.shape, p.num_nodes, p.dtype, p.device)
+    w = p.weights
+    wy.prepare_and_walk(
+        p.layers[0], p.round, p.y, w.taps, w.A, w.dt_bias, room, form, shape=p.shape,
+        log_capacity=8, max_log=max_log, threshold=8, gate=room.o if gated else None,
+    )  # fmt: skip
+    assert launched == (["launch"] if one else ["prepare", "walk_wy"])

@@ -105,6 +105,13 @@ def test_parts_of_a_binary_tree_have_checkpoints_of_their_own(
     assert max(map(len, compiled)) == longest
 
 
+def test_a_chain_is_not_cut() -> None:
+    chain = tuple(range(-1, 7))
+    (compiled,) = walks([chain], 8, 2)
+    follow(chain, compiled)
+    assert list(map(len, compiled)) == [8, 0]
+
+
 def test_parts_beyond_a_trees_nodes_are_empty() -> None:
     tree = (-1, 0, 0, 0)
     (compiled,) = walks([tree], 8, 4)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from specla.errors import ConfigError
 from specla.ops.contract import RecurrentShape
 
-# Of the workloads whose log must have room left; an engine's is shorter (`config`).
+# Of the fixed workloads, whose log has room left; an engine's is shorter (`config`).
 LOG_CAPACITY = 16
 # Rows of the throughput cases; accepted lengths of SpecLA's figure 11; DeltaLog's logs and rows.
 BATCH = 64

@@ -30,7 +30,9 @@ launch."""
 SCOPES = """\
 Ours with "conv, gates, state" includes the tree convolution, norms and gates; SGLang's kernels
 include norms and gates but not the convolution, so ratios against them are on the low side.
-"State only" is our state kernel on prepared inputs, as all of our own baselines are. A fold is
+"State only" is our state kernel on prepared inputs, as all of our own baselines are; "fast" with
+convolution and gates is one kernel where that fits, "fast, state only" always the two that take
+prepared inputs. A fold is
 inside our times. What a step does once for all layers is in nobody's time where it is small
 (walk lists, masks, cursors); SGLang's scatter of states is not small and is counted. SGLang
 packs all rows into one sequence; a second row calls the same kernel unpacked, and the faster of

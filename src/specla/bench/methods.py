@@ -105,10 +105,12 @@ class Launch:
 
     def walk(self, layer: LayerState) -> None:
         """The state kernel."""
+        layers = self.problem.layers
+        index = next((i for i, other in enumerate(layers) if other is layer), 0)
         triton_gdn.walk(
             layer,
             self.round,
-            self.workspace,
+            self.workspace.of_layer(index, self.case.num_rows),
             shape=self.case.shape,
             log_capacity=self.case.log_capacity,
             threshold=self.case.threshold,

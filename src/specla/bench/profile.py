@@ -72,7 +72,8 @@ class Profile:
         model: loaded; in exact mode checked (`check_rows`).
         max_batch, max_nodes: the largest round; sizes are powers of two up to there.
         log_capacity: of the engine that the table is for.
-        drafter: one more column: what a call of it costs (`bench.profile_draft`).
+        drafter: one more column: what a call of it costs (`bench.profile_draft`). In mode fast
+            trees are no deeper than its own: that decides how the closed form runs.
         budget_s: seconds per measurement.
     """
 
@@ -89,6 +90,10 @@ class Profile:
     ) -> None:
         self._model, self._mode, self._budget = model, mode, budget_s
         self._nodes, self._log_capacity = bucket(max_nodes), log_capacity
+        self._max_path = self._nodes
+        if mode == "fast" and drafter is not None:  # binary trees are measured in any case
+            deepest = max(drafter.info.max_depth + 1, self._nodes.bit_length())
+            self._max_path = min(deepest, self._nodes)
         self._on_gpu = model.device.type == "cuda"
         self._batches = [1 << i for i in range(bucket(max_batch).bit_length())]
         self._sizes = [Size(rows=b, parents=p) for b in self._batches for p in self._trees()]
@@ -139,9 +144,15 @@ class Profile:
     # ---- the target
 
     def _trees(self) -> list[tuple[int, ...]]:
-        """Of each size the chain and, where it is another tree, the binary one."""
+        """Of each size the chain, as deep as trees may be, and, where it is another tree, the
+        binary one."""
         sizes = [1 << i for i in range(self._nodes.bit_length())]
-        return [p for n in sizes for p in dict.fromkeys((binary(n), chain(n)))]
+        return [p for n in sizes for p in dict.fromkeys((binary(n), self._chain(n)))]
+
+    def _chain(self, nodes: int) -> tuple[int, ...]:
+        """What is too much for one hangs below node 0."""
+        deep = chain(min(nodes, self._max_path))
+        return deep + (0,) * (nodes - len(deep))
 
     def _measure(self, size: Size) -> None:
         slots, trees = self._slots[: size.rows], [size.tree] * size.rows
@@ -155,7 +166,7 @@ class Profile:
             self._add("verify", size.rows, size.nodes, depth, verify, kernel)
             alone = self._time_kernel(size, kernel)
             self._add("kernel", size.rows, size.nodes, depth, alone, kernel)
-        if size.parents == chain(size.nodes):
+        if size.parents == self._chain(size.nodes):
             timing = self._time_accept(slots, trees)
             self._add("accept", size.rows, size.nodes, depth, timing)
 
@@ -290,6 +301,7 @@ class Profile:
             self._model.info.recurrent,
             num_slots=rows,
             max_nodes=self._nodes,
+            max_path=self._max_path,
             log_capacity=self._log_capacity,
             dtype=self._model.dtype,
             device=self._model.device,
@@ -307,20 +319,20 @@ class Profile:
 
 def _walks(problem: Problem, pdl: bool) -> list[graphs.Call]:
     """As a model launches them, that is for any tree, a chain too."""
-    from specla.bench.methods import Launch, bound
+    from specla.bench.methods import Launch
     from specla.ops.gdn.triton import walk
 
     launch, case = Launch.bind(problem, pdl=pdl), problem.case
     for layer in problem.layers:
         launch.prepare(layer)
 
-    def verify(layer: LayerState) -> None:
+    def verify(index: int, layer: LayerState) -> None:
         walk(
-            layer, problem.round, launch.workspace, shape=case.shape,
-            log_capacity=case.log_capacity, threshold=case.threshold, pdl=pdl,
+            layer, problem.round, launch.workspace.of_layer(index, case.num_rows),
+            shape=case.shape, log_capacity=case.log_capacity, threshold=case.threshold, pdl=pdl,
         )  # fmt: skip
 
-    return bound(problem.layers, [verify])
+    return [partial(verify, index, layer) for index, layer in enumerate(problem.layers)]
 
 
 def _closed_forms(problem: Problem, pdl: bool) -> list[graphs.Call]:

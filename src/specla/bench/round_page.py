@@ -22,7 +22,10 @@ METHOD = """\
 One verify of a whole model with random weights of GDN-1.3B's shape, from embeddings to logits, is
 one CUDA graph for each number of rows and nodes. Its replays are timed back to back: the median,
 p10 and p90 over samples. Trees are binary, and every row has four tokens in its log that have been
-accepted and not been folded. Nothing is drafted, chosen or accepted in these times.
+accepted and not been folded. Nothing is drafted, chosen or accepted in these times, and no round
+writes a state: in an engine's rounds that happens to some row of a batch all the time, and to one
+row alone once in a few rounds. Figures named `logN_round_...`, where there are any, are of rounds
+as they come then, rows out of step, with logs that hold N factors.
 
 "AR steps" is a round over a round of one node of as many rows: what a round must emit, in tokens
 a row, to be worth its time, drafting not counted. A GPU pads rows and nodes to powers of two, so

@@ -9,7 +9,9 @@ log; one graph per size, its replays timed back to back. The AR step is the roun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from random import Random
 
 import torch
 
@@ -29,6 +31,10 @@ from specla.topology.tree import DraftTree
 PENDING = 4
 SIZES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (1, 64), (8, 1), (8, 16), (64, 1),
          (64, 2), (64, 4), (64, 8), (64, 16))  # fmt: skip
+LOG_SIZES = ((1, 1), (1, 16), (16, 1), (16, 8), (64, 1), (64, 2), (64, 4))
+LOG_CAPACITIES = (0, 2, 4, 8, 16)
+ARRANGEMENTS = 3
+"""Of a batch's logs: the mean counts."""
 AR = "own AR step, graphed, exact, same run"
 FLOOR = "weights read once at the read bandwidth of the same run"
 
@@ -65,6 +71,56 @@ def time_round(
     model.reserve(plan.round.tokens.numel())
     timing = time_graph([lambda: model.verify(plan, state)], parts=1)  # type: ignore[list-item]
     return RoundTime(rows=rows, nodes=nodes, us=timing.us, p10=timing.p10, p90=timing.p90)
+
+
+def phases(capacity: int, step: int) -> list[tuple[int, int]]:
+    """Entries of the ring and of the path when a round begins, from one fold to the next, of a
+    row whose rounds append `step` factors each."""
+    return [(ring, step) for ring in range(0, capacity + 1, step)]
+
+
+def arrangements(capacity: int, rows: int, step: int) -> list[list[tuple[int, int]]]:
+    """Logs of `rows` rows that are out of step, every phase as often as another."""
+    cycle = phases(capacity, step)
+    count = len(cycle) if rows < len(cycle) else min(ARRANGEMENTS, len(cycle))
+    logs = [cycle[i % len(cycle)] for i in range(count * rows)]
+    Random(0).shuffle(logs)
+    return [logs[i * rows : (i + 1) * rows] for i in range(count)]
+
+
+def time_logs(model: RandomGDN, rows: int, nodes: int, capacity: int) -> float:
+    """Microseconds of a verify of `rows` binary trees of which all levels but one are accepted,
+    round after round: of every phase of a log that holds `capacity`."""
+    step = max(1, nodes.bit_length() - 1)
+    found = []
+    for logs in arrangements(capacity, rows, step):
+        state = State(
+            model.info.recurrent, num_slots=rows, max_nodes=nodes, log_capacity=capacity,
+            dtype=model.dtype, device=model.device,
+        )  # fmt: skip
+        slots = [state.acquire() for _ in range(rows)]
+        for slot, (ring, path) in zip(slots, logs, strict=True):
+            state.logs[slot].ring_len, state.logs[slot].path = ring, tuple(range(path))
+        plan = state.begin(slots, [binary_tree(nodes)] * rows)
+        assert isinstance(plan, DevicePlan)
+        verify = partial(model.verify, plan, state)
+        found.append(time_graph([verify], parts=1, budget_s=0.1).us)  # type: ignore[list-item]
+    return sum(found) / len(found)
+
+
+def log_metrics(
+    model: RandomGDN,
+    sizes: Sequence[tuple[int, int]] = LOG_SIZES,
+    capacities: Sequence[int] = LOG_CAPACITIES,
+) -> Iterator[Metric]:
+    """Rounds whose logs are as long as they come, by how many factors a log holds."""
+    model.reserve(max(rows * nodes for rows, nodes in sizes))
+    for rows, nodes in sizes:
+        for capacity in capacities:
+            yield Metric(
+                name=f"log{capacity}_round_b{rows}_n{nodes}_us", unit="us", baseline="none",
+                value=time_logs(model, rows, nodes, capacity), notes="rows out of step",
+            )  # fmt: skip
 
 
 def busy_fraction(

@@ -37,6 +37,10 @@ def rounds(
             "--busy/--no-busy", help="Run 500 rounds through the engine. Default: --busy."
         ),
     ] = None,
+    logs: Annotated[
+        bool,
+        typer.Option("--logs", help="Also rounds by how many factors a log holds."),
+    ] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Append the figures to --results.")
     ] = False,
@@ -59,14 +63,14 @@ def rounds(
     read the weights, trees against the AR step, and the host against the GPU."""
     folder = report or (results.parent / "rounds" if record else None)
     if source is not None:
-        opt.require_none(shape=shape, fla=fla or None, busy=busy, commit=commit)
+        opt.require_none(shape=shape, fla=fla or None, busy=busy, logs=logs or None, commit=commit)
         from specla.bench.kernel_report import read_rounds
 
         run, times, found = read_rounds(source)
     else:
         _check(shape)
         run, times, found = _measured(
-            fla=fla, busy=busy is not False, commit=commit, folder=folder
+            fla=fla, busy=busy is not False, logs=logs, commit=commit, folder=folder
         )
     _show(run, times, found, json=json)
     if folder is not None:
@@ -90,7 +94,7 @@ def _check(shape: str | None) -> None:
 
 
 def _measured(
-    *, fla: bool, busy: bool, commit: str | None, folder: Path | None
+    *, fla: bool, busy: bool, logs: bool, commit: str | None, folder: Path | None
 ) -> tuple[Run, list[RoundTime], list[Metric]]:
     """All sizes and figures; each is on disk before the next is measured."""
     from specla.bench import graphs
@@ -118,6 +122,10 @@ def _measured(
         if busy:
             add(bench.busy_metrics(model))
             note(f"{found[-2].notes}; {found[-1].notes}")
+        if logs:
+            for metric in bench.log_metrics(model):
+                add([metric])
+                note(f"{metric.name}: {metric.value:.1f}")
         if fla:
             step = next(t for t in times if (t.rows, t.nodes) == (1, 1))
             add(bench.fla_metrics(step.us))

@@ -35,6 +35,7 @@ from specla.engine.scheduler import Scheduler, request_fits
 from specla.engine.spending import Spending
 from specla.engine.stats import EngineStats
 from specla.engine.text import Decoder
+from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.request import Request, StreamDelta
@@ -106,12 +107,14 @@ class Engine:
         running. With the one that there is already, only the budget starts anew.
 
         Raises:
-            ConfigError: it was trained for another target, or on a GPU is of another kind than the
-                one before, or cannot draft there as it was asked to.
+            ConfigError: it was trained for another target, drafts deeper than the state's logs
+                allow, or on a GPU is of another kind than the one before, or cannot draft there as
+                it was asked to.
         """
         if drafter is getattr(self, "drafter", None):
             self.spending = self._new_spending()
             return
+        self._check_depth(drafter)
         if self._on_gpu and isinstance(drafter, TwofoldDrafter):
             drafter = drafter.for_gpu(
                 num_slots=self.state.pool.num_slots, max_nodes=self.state.max_nodes
@@ -131,6 +134,15 @@ class Engine:
         if isinstance(drafter, StateDrafter):
             drafter.attach(self.state)
         self.spending = self._new_spending()
+
+    def _check_depth(self, drafter: Drafter) -> None:
+        """Trees made on the device are seen by nobody before they are verified."""
+        deepest = min(drafter.info.max_depth + 1, self.state.max_nodes)
+        if deepest > self.state.max_path:
+            raise ConfigError(
+                f"the state's max_path must hold the drafter's paths of {deepest} nodes, it is "
+                f"{self.state.max_path}; make the State with max_path={deepest} or more"
+            )
 
     def _new_spending(self) -> Spending | None:
         if self._budget == OFF or not self.drafter.info.max_depth:

@@ -218,12 +218,8 @@ class FusedDecoder:
         """h [M, D] -> the token mixer's partial sums in buffers.partials."""
         buffers, w, s, num_rows = self.buffers, layer.weights, self.shape, h.shape[0]
         y, mixed = buffers.y[:num_rows], buffers.mixed[:num_rows]
-        # A small model's kernels may all start before they wait: the next layers' walks then
-        # count the parts that have come in other cells.
-        num_trees, arrivals = rnd.tokens.shape[0], buffers.workspace.arrivals
-        arrivals = arrivals[index * num_trees % (len(arrivals) // num_trees * num_trees) :]
-        workspace = gdn.Workspace(*(t[:num_rows] for t in buffers.workspace))
-        workspace = workspace._replace(arrivals=arrivals)
+        own = buffers.workspace.of_layer(index, rnd.tokens.shape[0])
+        workspace = gdn.Workspace(*(t[:num_rows] for t in own))._replace(arrivals=own.arrivals)
         layer.in_proj(h, y)
         mixes = bool(num_rows <= self._mix_rows and layer.o_proj.stream)
         ready = buffers.gates[:num_rows] if mixes and self._gated else None

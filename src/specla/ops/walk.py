@@ -20,8 +20,8 @@ cannot ask for more than (m / 2)^2 replays. `capacity` leaves room for N^2 / 8.
 A row's walk may be cut into P parts for P programs, where one program's latency is what counts:
 each takes a run of nodes in the order above and their ancestors, and walks these as a tree of
 their own, with a heavy path of its own. The first part is two nodes longer: its nodes' ancestors
-are its own. A binary tree of 32 in four parts takes 11 operations in each. Nodes that several
-parts walk get the same bits from each.
+are its own. A binary tree of 32 in four parts takes 11 operations in each; a chain stays whole.
+Nodes that several parts walk get the same bits from each.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ def _compile_kernel(
         step_a, _ = _visits(above, live, live_a, parent, parent_a, i, a)
         position = tl.sum(above * step_a[None, :], axis=1) - 1
         beyond = tl.maximum(position - _HEAD, 0)
+        # A chain's last node needs all others: it is left to one program.
+        beyond = tl.where(tl.max(depth, axis=0) == n - 1, 0, beyond)
         mine = (beyond * PARTS // tl.maximum(n - _HEAD, 1) == part) & live
         live_a = tl.max(above * mine.to(tl.int32)[:, None], axis=0) > 0
         live = _across(live_a.to(tl.int32), i, a) > 0

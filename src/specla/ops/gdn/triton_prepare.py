@@ -28,8 +28,8 @@ from specla.ops.contract import DeviceRound, LayerState, RecurrentShape
 # Of axes that are contiguous in memory alike, Triton's coalescing gives lanes and warps to the
 # first ones up to 3.6 and to the last ones in 3.9; kernels name their axes in that order.
 FORWARD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-# Trees whose parts `walk` can count at a time, at least: two a layer of 16 layers, which are more
-# launches than a device has under way.
+# Cells, at least, in which `walk` counts the parts of trees that have come: for two trees in each
+# of 16 layers, which are more launches than a device has under way.
 ARRIVALS = 32
 # Consecutive channels that a warp's access covers: 32 threads, four elements each.
 WIDE = 128
@@ -75,6 +75,12 @@ class Workspace(NamedTuple):
                 device=device,
             ),
         )
+
+    def of_layer(self, index: int, num_trees: int) -> Workspace:
+        """With the layer's own cells for arrivals: where kernels let their successors start before
+        they wait, walks of several layers may be under way."""
+        count = len(self.arrivals) // num_trees * num_trees
+        return self._replace(arrivals=self.arrivals[index * num_trees % count :])
 
     def check(self, num_rows: int, num_nodes: int) -> None:
         """Assert that it has room for `num_rows` trees of `num_nodes` nodes: a kernel would write

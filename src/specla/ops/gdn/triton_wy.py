@@ -16,7 +16,8 @@ Two kernels. `solve_kernel` makes what needs no state and no value: T and P T, E
 and q, k and the log's keys in pieces (below), once per row and key head. `_apply_kernel` streams
 S, in chunks of K, through one product with x = [q_0 k_0 q_1 k_1 ...]: what a thread gets for a
 node's output lies beside the node's correction. The fold takes the same chunks as they pass; S is
-read once, and written once where the fold is due. `ops.gdn.triton_wy_stream` is that for Hopper.
+read once, and written once where the fold is due. `ops.gdn.triton_wy_stream` is that for Hopper;
+`ops.gdn.triton_wy_fused` is convolution, gates, systems and states in one kernel, where it fits.
 
 Numerics. Exponents are path sums that are <= 0, masked before exp, never split. Triangles are
 inverted by blocks that double, which is substitution, so nothing grows beyond the entries of T
@@ -87,8 +88,9 @@ def tile_for(shape: RecurrentShape, num_rows: int, num_nodes: int) -> Tile:
 
 
 def pays(num_rows: int, num_nodes: int) -> bool:
-    """Whether the closed form is faster than the walk: from 128 nodes in all on, in trees (H200;
-    docs/log.md)."""
+    """Whether the closed form is faster than the walk whatever the shape: from 128 nodes in all
+    on, in trees (H200; docs/log.md). In one kernel it is from 64 on (docs/adr/0021): a table of
+    `specla profile` knows."""
     return num_nodes >= 8 and num_rows * num_nodes >= 128
 
 

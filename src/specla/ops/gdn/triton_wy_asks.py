@@ -5,7 +5,7 @@
 S always, into the ring; the rest for a program's first unit only, into L2, while there is nothing
 to work on. To ask for the next one's cost more than it brought: a tile ahead 3 us of 114 (H200, 64
 trees of 16 nodes at 16/32x128); any earlier it should be gone when its turn comes, as during a
-unit 100 MB pass through L2, which holds 50. To keep y and o there before S cost 2 us.
+unit 100 MB pass through L2, which holds 50. To keep y and o there before S brought nothing.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ lets this one begin after its own wait and does not touch S. Where the fold is d
 shared memory back to where it came from, by the copy engine too.
 
 Where it is used: key and value width 128, up to 16 nodes, and several tiles for each program
-(`fits`, `pays`). A round of 64 rows at 16/32x128 takes, solve included, 136 us instead of 143 (a
-tree of 16, folded) and 87 instead of 113 (a chain of 8, only read) on an H200. At 8x256x256 it
-brings nothing (126 instead of 129, 95 instead of 92), so the rest stays with `_apply_kernel`
-(docs/log.md).
+(`fits`, `pays`), where `ops.gdn.triton_wy_fused` does not fit. A round of 64 rows at 16/32x128
+takes, solve included, 136 us instead of 143 (a tree of 16, folded) and 87 instead of 113 (a chain
+of 8, only read) on an H200. At 8x256x256 it brings nothing (126 instead of 129, 95 instead of 92),
+so the rest stays with `_apply_kernel` (docs/log.md).
 
 Source: as `ops.gdn.triton_wy`.
 """
