@@ -8,7 +8,8 @@ share their memory, so that a row that is alone can go on in a round of another 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -56,32 +57,44 @@ class _Memory:
         self.sizes = [prod(x) for x in _fields(rows, bucket(max_nodes), max_nodes).values()]
         self.staging = torch.zeros(sum(self.sizes), dtype=torch.int32)
         self.words = torch.zeros(sum(self.sizes), dtype=torch.int32, device=device)
+        self.sent: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self.staging = self.staging.pin_memory()
+            self.staging, self.sent = self.staging.pin_memory(), torch.cuda.Event()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Write the staging buffer, then send it. The device may be rounds behind a host that asks
+        it for nothing: what was sent last has arrived before it is written over."""
+        if self.sent is not None:
+            self.sent.synchronize()
+        self.staging.zero_()
+        yield
+        self.words.copy_(self.staging, non_blocking=True)
+        if self.sent is not None:
+            self.sent.record()
 
 
 class _Bucket:
     """Tensors of one bucket, all but the walks in its rows' memory."""
 
     def __init__(self, rows: int, nodes: int, memory: _Memory) -> None:
-        self.staging, self.words = memory.staging, memory.words
-        fields, device = _fields(rows, nodes, memory.max_nodes), self.words.device
-        self.host = _views(self.staging, fields, memory.sizes)
+        self._memory, fields = memory, _fields(rows, nodes, memory.max_nodes)
+        device = memory.words.device
+        self.host = _views(memory.staging, fields, memory.sizes)
         walk = torch.zeros(walk_shape(rows, nodes), dtype=torch.int32, device=device)
-        self.round = DeviceRound(**_views(self.words, fields, memory.sizes), walk=walk)
+        self.round = DeviceRound(**_views(memory.words, fields, memory.sizes), walk=walk)
 
     def fill(self, slots: Sequence[int], logs: Sequence[Log], trees: Sequence[DraftTree]) -> None:
         """Lay one round out and send it; rows that are not there become idle."""
-        self.staging.zero_()
         host = {name: view.numpy() for name, view in self.host.items()}
-        for b, (slot, log, tree) in enumerate(zip(slots, logs, trees, strict=True)):
-            host["slot"][b], host["num_nodes"][b] = slot, tree.num_nodes
-            host["bank"][b], host["ring_len"][b] = log.bank, log.ring_len
-            host["path_len"][b] = len(log.path)
-            host["tokens"][b, : tree.num_nodes] = tree.tokens
-            host["parents"][b, : tree.num_nodes] = tree.parents
-            host["path"][b, : len(log.path)] = log.path
-        self.words.copy_(self.staging, non_blocking=True)
+        with self._memory.writing():
+            for b, (slot, log, tree) in enumerate(zip(slots, logs, trees, strict=True)):
+                host["slot"][b], host["num_nodes"][b] = slot, tree.num_nodes
+                host["bank"][b], host["ring_len"][b] = log.bank, log.ring_len
+                host["path_len"][b] = len(log.path)
+                host["tokens"][b, : tree.num_nodes] = tree.tokens
+                host["parents"][b, : tree.num_nodes] = tree.parents
+                host["path"][b, : len(log.path)] = log.path
 
 
 def folded(layer: LayerState, slot: int, log: Log, shape: RecurrentShape) -> Tensor:
@@ -146,9 +159,6 @@ class DeviceRounds:
     ) -> DevicePlan:
         """One round over rows (slots[b], logs[b], trees[b]), on its way to the device. num_nodes:
         room for trees of as many, a power of two.
-
-        The caller has read the last round's results before it asks for the next: the staging
-        buffer is written again.
         """
         widest = max(tree.num_nodes for tree in trees)
         assert widest <= self._max_nodes, f"room for {self._max_nodes} nodes, got {widest}"
