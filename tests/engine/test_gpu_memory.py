@@ -3,21 +3,21 @@
 watched by compute-sanitizer.
 
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m pytest -m gpu tests/engine/test_gpu_memory.py
-    FLOAT32_PRODUCTS=1 compute-sanitizer --tool racecheck --error-exitcode 9 python -m pytest -m gpu tests/engine/test_gpu_memory.py
 
 Two layers of GDN-1.3B's shape, and of narrow models with two shapes of heads; a log of four, so
 that rounds fold and rounds do not; odd row counts, rows that join and leave, prompts side by side.
-Under racecheck (2025.3.1) cuBLAS's bfloat16 products fail with an illegal address, whichever
-kernels are watched, even where none is; prompts multiply in float32 there. Which kernels a case is
-for is part of it, and the last test counts them up. Without the tool it checks tokens and states,
-in seconds once kernels are compiled.
+Which kernels a case is for is part of it, and the last test counts them up. Without the tool it
+checks tokens and states, in seconds once kernels are compiled.
+
+racecheck (2025.3.1) fails inside cuBLAS, which prompts need. It watches kernels one test at a time
+(with -p no:xdist; 16 to 143 seconds each on an H200):
+
+    compute-sanitizer --tool racecheck --error-exitcode 9 python -m pytest -m gpu "tests/ops/test_gdn_triton.py::test_the_stream_kernel_gives_the_same_bits[2/4 x 128 x 64]"
 """  # noqa: E501
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +29,6 @@ import pytest
 import torch
 from gpu_drafters import made
 from gpu_rows import Rows
-from torch.overrides import TorchFunctionMode
 
 from specla import models
 from specla.bench.random_model import gdn_1_3b
@@ -100,29 +99,6 @@ ELSEWHERE = {
     *("triton._walk_kernel", "gemm._gemm_kernel"),
     *("triton_conv._packed_kernel", "rows._keep_kernel"),
 }
-
-
-class Float32Products(TorchFunctionMode):
-    """torch's products of bfloat16 in float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x, kwargs = args[0] if args else None, kwargs or {}
-        if func not in PRODUCTS or x is None or x.dtype != torch.bfloat16:
-            return func(*args, **kwargs)
-        assert not kwargs, kwargs
-        return func(*(y if y is None else y.float() for y in args)).to(x.dtype)
-
-
-PRODUCTS = {
-    *(torch.nn.functional.linear, torch.matmul, torch.mm, torch.bmm),
-    *(torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm),
-}
-
-
-@pytest.fixture(autouse=True)
-def products() -> Iterator[None]:
-    with Float32Products() if os.environ.get("FLOAT32_PRODUCTS") else nullcontext():
-        yield
 
 
 @pytest.fixture
