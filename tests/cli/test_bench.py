@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,53 @@ def test_json_and_record(stub: Any, capsys: CAPTURE, tmp_path: Path) -> None:
     assert tuple(rows[0]) == COLUMNS
     assert len(rows) == 2 * (1 + 2 + 4)
     assert not path.read_text().count("\r")
+
+
+def test_a_page_here_and_from_another_machines_lines(
+    stub: Any, capsys: CAPTURE, tmp_path: Path
+) -> None:
+    there, here, results = tmp_path / "there", tmp_path / "results", tmp_path / "results.csv"
+    command = "bench generate --per-kind 1 --kind chat --kind copy --drafter ngram --total e2e"
+    assert main([*command.split(), "--commit", "abc1234", "--report", str(there)]) == 0
+    assert not results.exists()
+    capsys.readouterr()
+    lines = there / "rows.jsonl"
+    again = ["bench", "generate", "--from", str(lines), "--record", "--results", str(results)]
+    assert main(again) == 0
+    out, err = capsys.readouterr()
+    assert f"files to {tmp_path / 'generate'}" in err
+    assert "exact AR" in out
+    for name in ("README.md", "rows.jsonl"):
+        assert (tmp_path / "generate" / name).read_text() == (there / name).read_text()
+    page = (there / "README.md").read_text()
+    for words in ("| copy | ngram |", "`e2e_over_plain`", "| commit | abc1234 |"):
+        assert words in page
+    drawn = importlib.util.find_spec("matplotlib") is not None
+    assert ("![generate](generate.png)" in page) == (there / "generate.png").exists() == drawn
+    with results.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["commit"] for row in rows} == {"abc1234"}
+    assert {"chat/ngram/ratio", "e2e", "e2e_over_plain"} <= {row["metric"] for row in rows}
+    assert main([*again[:4], "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 6
+    assert not here.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--from {} --drafter ngram", "--drafter has no effect with --from"),
+        ("--from {} --total x", "--total has no effect with --from"),
+        ("--from {}", "must be the JSON lines of one run of bench generate"),
+        ("--from nowhere", "must be the JSON lines of one run of bench generate"),
+        ("--drafter ngram --total x", "--total x has no effect without --record or --report"),
+    ],
+)
+def test_what_it_refuses(capsys: CAPTURE, tmp_path: Path, flags: str, says: str) -> None:
+    other = tmp_path / "rows.jsonl"
+    other.write_text('{"record": "metric", "run": {"commit": "a"}}\n')
+    assert main(["bench", "generate", *flags.format(other).split()]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_suites_and_one_drafters_total(stub: Any, capsys: CAPTURE, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def records(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 def head(
     *, device: str, versions: Mapping[str, str | None], command: str, measured: str | None = None
-) -> dict[str, object]:
+) -> dict[str, str]:
     """The columns that all rows of a run share. measured: the commit; None: this checkout's."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -81,12 +81,10 @@ def head(
     }
 
 
-def csv_rows(
-    rows: Sequence[Row], *, device: str, versions: Mapping[str, str | None], command: str
-) -> list[dict[str, object]]:
-    """Rows of results.csv: speed, ratio to plain AR and acceptance of each method and kind."""
-    first = head(device=device, versions=versions, command=command)
-    return [first | line for row in rows for line in _metrics(row)]
+def csv_rows(rows: Sequence[Row], first: Mapping[str, object]) -> list[dict[str, object]]:
+    """Rows of results.csv: speed, ratio to plain AR and acceptance of each method and kind. first:
+    the columns that they share."""
+    return [dict(first) | line for row in rows for line in _metrics(row)]
 
 
 def _metrics(row: Row) -> Iterable[dict[str, object]]:

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from specla.bench import generate_page as page
 from specla.bench import report
 from specla.bench.measure import Method, Prompt, Sample, interleave
 from specla.bench.suites import read_suites
@@ -64,6 +65,16 @@ def generate(
         bool, typer.Option("--record", help="Append the numbers to --results.")
     ] = False,
     results: opt.Results = opt.RESULTS,
+    report_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            help="Folder for rows.jsonl, the page and its plot. With --record generate beside "
+            "--results.",
+        ),
+    ] = None,
+    source: opt.Source = None,
+    commit: opt.Commit = None,
     max_tokens: opt.MaxTokens = 128,
     temperature: opt.Temperature = 0.0,
     seed: opt.Seed = 0,
@@ -84,51 +95,97 @@ def generate(
     that end in a loop (which makes drafting look better than it is). Exit code 1 if a request
     failed, 5 if a drafter changed the output.
     """
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos
-    )
-    if repeats < 1:
-        raise ConfigError(f"--repeats must be >= 1, got {repeats}")
-    wanted = _prompts(kind, per_kind, suite, limit)
-    if total and len(drafter or ()) != 1:
-        raise ConfigError(f"--total is of one drafter, got {drafter or 'all'}; give one --drafter")
-    if total and not record:
-        raise ConfigError(f"--total {total} has no effect without --record; add it")
-    options = opt.drafter_options(drafter_option)
-    target = resolve(model, revision=revision)
-    names = _drafters(drafter, target)
+    folder = report_to or (results.parent / "generate" if record else None)
+    if source is not None:
+        opt.require_none(
+            drafter=drafter, drafter_option=drafter_option, kind=kind, per_kind=per_kind,
+            suite=suite, prompts=limit, total=total, commit=commit,
+        )  # fmt: skip
+        run, table, totals = page.read(source)
+        found = Found(run=run, table=table, totals=totals, document=run)
+    else:
+        if repeats < 1:
+            raise ConfigError(f"--repeats must be >= 1, got {repeats}")
+        if total and len(drafter or ()) != 1:
+            raise ConfigError(
+                f"--total is of one drafter, got {drafter or 'all'}; give one --drafter"
+            )
+        if total and folder is None:
+            raise ConfigError(f"--total {total} has no effect without --record or --report")
+        found = _measure(
+            EngineOptions(
+                model=model, max_nodes=max_nodes, max_slots=1, device=device, dtype=dtype,
+                revision=revision, threads=threads, budget=budget,
+                drafter_options=opt.drafter_options(drafter_option),
+            ),
+            drafter, _prompts(kind, per_kind, suite, limit),
+            SamplingParams(
+                max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos
+            ),
+            repeats=repeats, total=total, commit=commit, show=not no_progress,
+        )  # fmt: skip
+    if json:
+        print_line(dumps(found.document | {"rows": report.records(found.table)}))
+    else:
+        _print(found)
+    if folder is not None:
+        written = page.write(folder, found.run, found.table, found.totals)
+        note(f"wrote {len(written)} files to {folder}")
+    if record:
+        lines = report.csv_rows(found.table, _shared(found.run))
+        report.append(results, [*lines, *(_shared(found.run) | one for one in found.totals)])
+        note(f"appended to {results}")
+    return _verdict(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a run came to. run: as its lines keep it; document: as --json says it."""
+
+    run: dict[str, str]
+    table: Sequence[Row]
+    totals: Sequence[page.Total]
+    document: dict[str, Any]
+    samples: Sequence[Sample] = ()
+
+
+def _measure(
+    engine: EngineOptions,
+    drafter: Sequence[str] | None,
+    wanted: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    repeats: int,
+    total: str | None,
+    commit: str | None,
+    show: bool,
+) -> Found:
+    target = resolve(engine.model, revision=engine.revision)
+    names, options = _drafters(drafter, target), engine.drafter_options or {}
     check_options(names, target, options)
-    engine = EngineOptions(
-        model=model,
-        max_nodes=max_nodes,
-        max_slots=1,
-        device=device,
-        dtype=dtype,
-        revision=revision,
-        threads=threads,
-    )
-    with progress_bars(wanted=not no_progress) as tick:
-        engines = {
-            PLAIN: load(replace(engine, drafter="none", mode="plain"), tick),
-            EXACT: load(replace(engine, drafter="none"), tick),
-        }
+    alone = replace(engine, drafter="none", drafter_options=None, budget="auto")
+    with progress_bars(wanted=show) as tick:
+        engines = {PLAIN: load(replace(alone, mode="plain"), tick), EXACT: load(alone, tick)}
         for one in names:
             name = opt.labelled(one, options)
-            drafting = replace(engine, drafter=one, drafter_options=options, budget=budget)
-            engines[name] = load(drafting, tick)
+            engines[name] = load(replace(engine, drafter=one), tick)
         form = prompt_format(engines[EXACT], None)
         methods = [Method(name=k, run=runner(v, form)) for k, v in engines.items()]
         count = (lambda done, total: tick("measuring", done, total)) if tick else None
         samples = interleave(methods, wanted, params, repeats=repeats, tick=count)
-    table = rows(samples)
-    run = run_record(engines[EXACT], model)
-    if json:
-        print_line(dumps(run | {"prompt_format": form, "rows": report.records(table)}))
-    else:
-        _print(table, f"{model} on {run['device']}, {run['dtype']}, {form} prompts, batch 1")
-    if record:
-        _record(results, table, run, list(report.totals(samples, name, total)) if total else [])
-    return _verdict(samples, table)
+    document = run_record(engines[EXACT], engine.model) | {"prompt_format": form}
+    # The arguments, not the program's path: the command has to work elsewhere.
+    run = report.head(
+        device=machine(document), versions=document["versions"],
+        command=" ".join(["specla", *sys.argv[1:]]), measured=commit,
+    )  # fmt: skip
+    run |= {"machine": document["device_name"], "prompts": form, "budget": engine.budget}
+    totals = list(report.totals(samples, name, total)) if total else []
+    return Found(run=run, table=rows(samples), totals=totals, document=document, samples=samples)
+
+
+def _shared(run: Mapping[str, str]) -> dict[str, object]:
+    return {name: value for name, value in run.items() if name in report.COLUMNS}
 
 
 def _drafters(wanted: Sequence[str] | None, target: Path) -> list[str]:
@@ -141,11 +198,13 @@ def _drafters(wanted: Sequence[str] | None, target: Path) -> list[str]:
     return [name for name in dict.fromkeys(names) if name != "none" or wanted]
 
 
-def _print(table: Sequence[Row], title: str) -> None:
+def _print(found: Found) -> None:
+    run = found.run
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=LOG_WIDTH)
-    console.print(report.render(table, title))
+    title = f"{run['device']}, {run['prompts']} prompts, batch 1"
+    console.print(report.render(found.table, title))
 
 
 def _prompts(
@@ -163,30 +222,13 @@ def _prompts(
     return [one for found in read_suites(suite, most=limit).values() for one in found]
 
 
-def _record(
-    path: Path,
-    table: Sequence[Row],
-    run: dict[str, object],
-    totals: Sequence[dict[str, object]],
-) -> None:
-    # The arguments, not the program's path: the command has to work elsewhere.
-    command = " ".join(["specla", *sys.argv[1:]])
-    versions = run["versions"]
-    assert isinstance(versions, dict)
-    device = machine(run)
-    first = report.head(device=device, versions=versions, command=command)
-    lines = report.csv_rows(table, device=device, versions=versions, command=command)
-    report.append(path, [*lines, *(first | line for line in totals)])
-    note(f"appended to {path}")
-
-
-def _verdict(samples: Sequence[Sample], table: Sequence[Row]) -> int:
-    failed = [s for s in samples if s.error is not None]
+def _verdict(found: Found) -> int:
+    failed = [s for s in found.samples if s.error is not None]
     for sample in failed:
         note(f"failed: {sample.method} on {sample.prompt.kind!r}: {sample.error}")
     if failed:
         return 1
-    changed = [row for row in table if row.method != PLAIN and not row.identical]
+    changed = [row for row in found.table if row.method != PLAIN and not row.identical]
     for row in changed:
         note(f"not identical: {row.method} on {row.kind!r}: {row.same} of {row.num_prompts}")
     return INCORRECT if changed else 0
