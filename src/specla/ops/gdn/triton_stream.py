@@ -144,6 +144,15 @@ def _stay():
 
 
 @gluon.jit
+def _another(x):
+    """x, as a number that the compiler knows nothing of: two branches that multiply by it would be
+    made into a copy in one of them and a product behind both."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 
@@ -447,9 +456,9 @@ def _stream_kernel(  # noqa: C901 - one kernel, one pass
             _stay()
             C = S
         word, following, node = following, after, next_node
-        if BRANCHING and (word & _RESTORE) != 0:
-            _stay()
-            S = C
-        S = S * next_decay
+        if BRANCHING and (word & _RESTORE) != 0:  # noqa: SIM108 - a branch
+            S = C * _another(next_decay)
+        else:
+            S = S * next_decay
     if LATE and num_ops > 0:
         gl.store(o_at + before * (G * V), _across(waiting, TRADES, HIGH, num_warps))
