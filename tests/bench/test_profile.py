@@ -13,6 +13,7 @@ import torch
 import specla.models
 from specla.bench import profile as module
 from specla.bench.graphs import Timing
+from specla.bench.kernel_cases import depth_of
 from specla.bench.profile import Profile, Size
 from specla.bench.profile_page import break_even, hopeless, rounds
 from specla.drafters.ngram import NgramDrafter
@@ -81,6 +82,18 @@ def test_rows_have_pending_factors(target: TargetModel, capacity: int) -> None:
     logs = [measuring._state.logs[slot] for slot in measuring._slots]
     assert [log.log_len for log in logs] == [4, 4]  # after trees of four nodes
     assert [log.fold_due for log in logs] == [capacity == 0] * 2
+
+
+@pytest.mark.parametrize("depth", [1, 4, 5, 6, 20])
+def test_trees_of_a_size_are_told_apart_by_depth(target: TargetModel, depth: int) -> None:
+    """In mode fast none is deeper than the drafter's; a binary tree may be just as deep."""
+    drafter = NgramDrafter(num_draft_tokens=depth)
+    measuring = Profile(
+        target, mode="fast", max_batch=1, max_nodes=64, log_capacity=0, drafter=drafter
+    )
+    sizes = [(size.nodes, depth_of(size.parents)) for size in measuring._sizes]
+    assert len(set(sizes)) == len(sizes)
+    assert max(deep for _, deep in sizes) == max(depth, 6)
 
 
 @pytest.mark.parametrize(("budget", "samples"), [(0.0, 1), (11e-6, 3)])

@@ -89,6 +89,51 @@ def test_what_it_refuses(capsys: CAPTURE, tmp_path: Path, flags: str, says: str)
     assert says in capsys.readouterr().err
 
 
+@pytest.fixture
+def kept(stub: Any, tmp_path: Path) -> list[dict[str, Any]]:
+    """The lines of a run: three rows, a total and its counterpart."""
+    command = (
+        f"bench generate --per-kind 1 --kind chat --drafter ngram --total e2e --report {tmp_path}"
+    )
+    assert main(command.split()) == 0
+    return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+
+
+def again(lines: list[dict[str, Any]], folder: Path) -> int:
+    path = folder / "changed.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return main(["bench", "generate", "--from", str(path)])
+
+
+@pytest.mark.parametrize("method", [0, 1, 2])
+def test_what_failed_elsewhere_has_failed(
+    kept: list[dict[str, Any]], capsys: CAPTURE, tmp_path: Path, method: int
+) -> None:
+    kept[method] |= {"failed": 1, "same": 0}
+    assert again(kept, tmp_path) == 1
+    assert f"failed: {kept[method]['method']} on 'chat': 1 of 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda lines: lines.clear(), "there must be lines, all of one run"),
+        (lambda lines: lines.extend(lines[:3]), "one row of every method"),
+        (lambda lines: lines[0]["run"].pop("device"), "there must be lines, all of one run"),
+        (lambda lines: [line["run"].pop("device") for line in lines], "device must be there"),
+        (lambda lines: lines[3].pop("p10"), "p10 must be there"),
+        (lambda lines: lines[0].update(tokens_per_s="fast"), "must be numbers"),
+        (lambda lines: lines[0].pop("kind"), "'kind'"),
+    ],
+)
+def test_damaged_lines_are_refused(
+    kept: list[dict[str, Any]], capsys: CAPTURE, tmp_path: Path, change: Any, says: str
+) -> None:
+    change(kept)
+    assert again(kept, tmp_path) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_suites_and_one_drafters_total(stub: Any, capsys: CAPTURE, tmp_path: Path) -> None:
     for name in ("sums", "tales"):
         (tmp_path / name).mkdir()

@@ -174,10 +174,11 @@ def test_trees_of_many_rows(heads: str, kernel: str, seen: set[str]) -> None:
     else:
         here = FUSED if heads == "16/32x128" else PREPARE | SOLVE | APPLY
         assert seen >= ROUNDS - PREPARE | MANY_ROWS | here
+        assert not seen & APPLY_STREAM
 
 
 def test_trees_whose_logs_are_long(seen: set[str]) -> None:
-    """They may go deeper: too long a log for the closed form in one kernel."""
+    """Trees may go deeper, and logs be too long for the closed form in one kernel."""
     got = trees_of_many(NARROW["16/32x128"], "closed", 15)
     assert [len(one.tokens) for one in got] == [TOKENS] * len(MANY)
     assert seen >= ROUNDS | MANY_ROWS | SOLVE | APPLY_STREAM

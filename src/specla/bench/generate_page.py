@@ -14,10 +14,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from specla.bench.headline_page import markdown
-from specla.bench.kernel_plots import save
-from specla.bench.report import cells
-from specla.bench.studies import plots
+from specla.bench.report import cells, markdown
 from specla.bench.table import EXACT, PLAIN, Row
 from specla.errors import ConfigError
 
@@ -33,9 +30,13 @@ One text at a time. All methods answer a prompt in turn, then the next, after a 
 Speed is decode speed: output tokens over seconds of decoding, prompts left out, all texts of a
 kind together. *Exact AR* is plain decoding in the mode whose bits drafting keeps; *plain AR* is
 the fastest that promises nothing about bits. *tok/round* counts accepted drafts and the target's
-own token; *by depth* is how often a draft was right, of those that were reached. *same*: texts
-equal to exact AR's, token for token; *loops*: texts with a stretch that repeats, which is easy to
-draft."""
+own token; *by depth*: of the rounds that had a draft so deep, those in which it was accepted.
+*same*: texts equal to exact AR's, token for token; *loops*: texts with a stretch that repeats,
+which is easy to draft."""
+# What a run and a total must have to be shown and recorded.
+RUN = {"date", "commit", "device", "torch", "triton", "command", "machine", "prompts"}
+TOTAL = {"metric", "value", "unit", "p10", "p90", "baseline", "notes"}
+NUMBERS = ("tokens_per_s", "p10", "p90", "tokens_per_round", "num_prompts", "failed", "same")
 
 
 def lines(run: Run, rows: Sequence[Row], totals: Sequence[Total]) -> list[str]:
@@ -43,7 +44,7 @@ def lines(run: Run, rows: Sequence[Row], totals: Sequence[Total]) -> list[str]:
     shared = {"run": dict(run)}
     records = [{"record": "row"} | asdict(row) | shared for row in rows]
     records += [{"record": "total"} | dict(total) | shared for total in totals]
-    return [json.dumps(one, ensure_ascii=False, allow_nan=False) for one in records]
+    return [json.dumps(one, allow_nan=False) for one in records]
 
 
 def read(path: Path) -> tuple[dict[str, str], list[Row], list[Total]]:
@@ -54,12 +55,14 @@ def read(path: Path) -> tuple[dict[str, str], list[Row], list[Total]]:
     """
     try:
         found = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
-        (run,) = {json.dumps(one.pop("run")) for one in found}
+        runs = [one.pop("run") for one in found]
+        if not runs or any(run != runs[0] for run in runs):
+            raise ValueError("there must be lines, all of one run")
         kinds = [(one.pop("record"), one) for one in found]
         rows = [_row(one) for kind, one in kinds if kind == "row"]
-        if not rows or "commit" not in json.loads(run):
-            raise ValueError("there are no rows")
-        return json.loads(run), rows, [one for kind, one in kinds if kind == "total"]
+        totals = [one for kind, one in kinds if kind == "total"]
+        _check(runs[0], rows, totals)
+        return runs[0], rows, totals
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as failure:
         raise ConfigError(
             f"--from must be the JSON lines of one run of bench generate, got {path}: {failure}"
@@ -68,7 +71,20 @@ def read(path: Path) -> tuple[dict[str, str], list[Row], list[Total]]:
 
 def _row(record: Mapping[str, Any]) -> Row:
     given = {field.name: record[field.name] for field in fields(Row)}
+    if not all(isinstance(given[name], (int, float)) for name in NUMBERS):
+        raise ValueError(f"{', '.join(NUMBERS)} must be numbers")
     return Row(**given | {"acceptance_by_depth": tuple(record["acceptance_by_depth"])})
+
+
+def _check(run: Mapping[str, Any], rows: Sequence[Row], totals: Sequence[Total]) -> None:
+    """One row for each kind and method, and what is read of run and totals."""
+    seen = [(row.kind, row.method) for row in rows]
+    kinds, methods = ({pair[i] for pair in seen} for i in (0, 1))
+    if not rows or len(set(seen)) < len(seen) or len(seen) < len(kinds) * len(methods):
+        raise ValueError("every kind must have one row of every method")
+    missing = RUN - set(run), *(TOTAL - set(total) for total in totals)
+    if any(missing):
+        raise ValueError(f"{', '.join(sorted(set().union(*missing)))} must be there")
 
 
 def write(folder: Path, run: Run, rows: Sequence[Row], totals: Sequence[Total]) -> list[Path]:
@@ -105,42 +121,46 @@ def _total(one: Total) -> list[str]:
 
 
 def _draw(folder: Path, rows: Sequence[Row]) -> Path | None:
-    if not rows or importlib.util.find_spec("matplotlib") is None:
+    if importlib.util.find_spec("matplotlib") is None:
         return None
+    # Torch comes with these, which no other command may load.
     import matplotlib
+
+    from specla.bench.kernel_plots import save
+    from specla.bench.studies import plots
 
     matplotlib.use("Agg")
     drafters = list(dict.fromkeys(row.method for row in rows if row.acceptance_by_depth))
-    figure, (speeds, *depths) = plots.axes(1 + len(drafters))
-    _speeds(speeds, rows)
     kinds = list(dict.fromkeys(row.kind for row in rows))
+    figure, (speeds, *depths) = plots.axes(1 + len(drafters))
+    _speeds(speeds, rows, kinds)
+    right = {(row.kind, row.method): row.acceptance_by_depth for row in rows}
     for axis, drafter in zip(depths, drafters, strict=True):
         for colour, kind in zip(plots.colours(len(kinds)), kinds, strict=True):
-            right = next(
-                r.acceptance_by_depth for r in rows if (r.kind, r.method) == (kind, drafter)
-            )
-            plots.points(axis, list(enumerate(right, 1)), label=kind, color=colour)
-        axis.set_ylim(0, 1)
+            plots.points(axis, list(enumerate(right[kind, drafter], 1)), label=kind, color=colour)
+        axis.set_ylim(0, 1.03)
         plots.whole(axis)
-        plots.label(axis, "depth", "share of drafts that are right", drafter)
+        plots.label(axis, "depth", "accepted, of rounds with a draft so deep", drafter)
     figure.tight_layout()
     path = folder / "generate.png"
     save(figure, path)
     return path
 
 
-def _speeds(axis: plots.Axis, rows: Sequence[Row]) -> None:
+def _speeds(axis: Any, rows: Sequence[Row], kinds: Sequence[str]) -> None:
     """Bars by kind, over exact AR."""
-    kinds = list(dict.fromkeys(row.kind for row in rows))
+    from specla.bench.studies import plots
+
     methods = list(dict.fromkeys(row.method for row in rows if row.method != EXACT))
     width = 0.8 / max(len(methods), 1)
-    colours = plots.colours(len(methods))
-    for i, (method, colour) in enumerate(zip(methods, colours, strict=True)):
+    for i, (method, colour) in enumerate(zip(methods, plots.colours(len(methods)), strict=True)):
         there = [(kinds.index(r.kind), r.vs_exact) for r in rows if r.method == method]
         places = [at + (i - (len(methods) - 1) / 2) * width for at, ratio in there if ratio]
         heights = [ratio for _, ratio in there if ratio]
         shade = "lightgrey" if method == PLAIN else colour
         axis.bar(places, heights, width, label=method, color=shade)
-    axis.set_xticks(range(len(kinds)), kinds)
+    tilt = {"rotation": 30, "ha": "right"} if len(kinds) > 3 else {}
+    axis.set_xticks(range(len(kinds)), kinds, **tilt)
+    axis.margins(y=0.3)  # the legend's room
     plots.even(axis)
     plots.label(axis, "", "decode speed over exact AR's")

@@ -30,6 +30,7 @@ from specla.bench.kernel_metrics import Metric
 from specla.bench.kernel_report import written
 from specla.bench.loops import has_loop
 from specla.bench.measure import Sample
+from specla.bench.report import markdown
 
 READING, CONTROL = ("reader", "reader-joint"), ("block-first", "block-more")
 """Entries of the line-up: a reader's two stages, and as many without one."""
@@ -343,12 +344,6 @@ def page(
         parts += ["## Missing", markdown(("what", "why"), sorted(missing.items()))]
     parts += ["## What ran", markdown(("what", "value"), [(k, str(v)) for k, v in run.items()])]
     return "\n\n".join(parts) + "\n"
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of a page."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(c.replace("|", "/") for c in line) + " |" for line in lines)
 
 
 def text_record(one: Sample) -> dict[str, object]:

@@ -144,10 +144,13 @@ class Profile:
     # ---- the target
 
     def _trees(self) -> list[tuple[int, ...]]:
-        """Of each size the chain, as deep as trees may be, and, where it is another tree, the
-        binary one."""
-        sizes = [1 << i for i in range(self._nodes.bit_length())]
-        return [p for n in sizes for p in dict.fromkeys((binary(n), self._chain(n)))]
+        """Of each size the chain, as deep as trees may be, and, where it is less deep, the binary
+        tree: sizes are told apart by depth."""
+        found: list[tuple[int, ...]] = []
+        for nodes in (1 << i for i in range(self._nodes.bit_length())):
+            tree, deep = binary(nodes), self._chain(nodes)
+            found += [tree] if depth_of(tree) == depth_of(deep) else [tree, deep]
+        return found
 
     def _chain(self, nodes: int) -> tuple[int, ...]:
         """What is too much for one hangs below node 0."""
@@ -166,7 +169,7 @@ class Profile:
             self._add("verify", size.rows, size.nodes, depth, verify, kernel)
             alone = self._time_kernel(size, kernel)
             self._add("kernel", size.rows, size.nodes, depth, alone, kernel)
-        if size.parents == self._chain(size.nodes):
+        if depth == depth_of(self._chain(size.nodes)):
             timing = self._time_accept(slots, trees)
             self._add("accept", size.rows, size.nodes, depth, timing)
 

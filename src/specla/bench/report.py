@@ -141,6 +141,12 @@ def totals(samples: Sequence[Sample], method: str, name: str) -> Iterator[dict[s
         }
 
 
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of a page."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(c.replace("|", "/") for c in line) + " |" for line in lines)
+
+
 def append(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
     """Add rows at the end. What is in the file already is never rewritten."""
     path.parent.mkdir(parents=True, exist_ok=True)

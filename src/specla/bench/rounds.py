@@ -80,7 +80,7 @@ def phases(capacity: int, step: int) -> list[tuple[int, int]]:
 
 
 def arrangements(capacity: int, rows: int, step: int) -> list[list[tuple[int, int]]]:
-    """Logs of `rows` rows that are out of step, every phase as often as another."""
+    """Logs of `rows` rows that are out of step, every phase as often as another, but for one."""
     cycle = phases(capacity, step)
     count = len(cycle) if rows < len(cycle) else min(ARRANGEMENTS, len(cycle))
     logs = [cycle[i % len(cycle)] for i in range(count * rows)]

@@ -59,7 +59,7 @@ def generate(
     repeats: Annotated[int, typer.Option(help="Runs per prompt; the median counts.")] = 1,
     total: Annotated[
         str | None,
-        typer.Option(help="Name of the one drafter's speed over all prompts, for --record."),
+        typer.Option(help="Name of the one drafter's speed over all prompts, to be kept."),
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Append the numbers to --results.")
@@ -102,7 +102,8 @@ def generate(
             suite=suite, prompts=limit, total=total, commit=commit,
         )  # fmt: skip
         run, table, totals = page.read(source)
-        found = Found(run=run, table=table, totals=totals, document=run)
+        form = {"prompt_format": run["prompts"]}
+        found = Found(run=run, table=table, totals=totals, document=run | form)
     else:
         if repeats < 1:
             raise ConfigError(f"--repeats must be >= 1, got {repeats}")
@@ -111,7 +112,9 @@ def generate(
                 f"--total is of one drafter, got {drafter or 'all'}; give one --drafter"
             )
         if total and folder is None:
-            raise ConfigError(f"--total {total} has no effect without --record or --report")
+            raise ConfigError(
+                f"--total {total} has no effect without --record or --report; add one"
+            )
         found = _measure(
             EngineOptions(
                 model=model, max_nodes=max_nodes, max_slots=1, device=device, dtype=dtype,
@@ -125,16 +128,17 @@ def generate(
             repeats=repeats, total=total, commit=commit, show=not no_progress,
         )  # fmt: skip
     if json:
-        print_line(dumps(found.document | {"rows": report.records(found.table)}))
+        rows_of_all = {"rows": report.records(found.table), "totals": list(found.totals)}
+        print_line(dumps(found.document | rows_of_all))
     else:
         _print(found)
-    if folder is not None:
-        written = page.write(folder, found.run, found.table, found.totals)
-        note(f"wrote {len(written)} files to {folder}")
     if record:
         lines = report.csv_rows(found.table, _shared(found.run))
         report.append(results, [*lines, *(_shared(found.run) | one for one in found.totals)])
         note(f"appended to {results}")
+    if folder is not None:
+        written = page.write(folder, found.run, found.table, found.totals)
+        note(f"wrote {len(written)} files to {folder}")
     return _verdict(found)
 
 
@@ -160,6 +164,7 @@ def _measure(
     commit: str | None,
     show: bool,
 ) -> Found:
+    measured = commit or report.commit()  # of what runs, whatever is checked out by its end
     target = resolve(engine.model, revision=engine.revision)
     names, options = _drafters(drafter, target), engine.drafter_options or {}
     check_options(names, target, options)
@@ -177,7 +182,7 @@ def _measure(
     # The arguments, not the program's path: the command has to work elsewhere.
     run = report.head(
         device=machine(document), versions=document["versions"],
-        command=" ".join(["specla", *sys.argv[1:]]), measured=commit,
+        command=" ".join(["specla", *sys.argv[1:]]), measured=measured,
     )  # fmt: skip
     run |= {"machine": document["device_name"], "prompts": form, "budget": engine.budget}
     totals = list(report.totals(samples, name, total)) if total else []
@@ -223,9 +228,12 @@ def _prompts(
 
 
 def _verdict(found: Found) -> int:
-    failed = [s for s in found.samples if s.error is not None]
-    for sample in failed:
-        note(f"failed: {sample.method} on {sample.prompt.kind!r}: {sample.error}")
+    for sample in found.samples:
+        if sample.error is not None:
+            note(f"failed: {sample.method} on {sample.prompt.kind!r}: {sample.error}")
+    failed = [row for row in found.table if row.failed]
+    for row in failed:
+        note(f"failed: {row.method} on {row.kind!r}: {row.failed} of {row.num_prompts}")
     if failed:
         return 1
     changed = [row for row in found.table if row.method != PLAIN and not row.identical]

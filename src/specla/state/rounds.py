@@ -71,7 +71,7 @@ class _Memory:
         yield
         self.words.copy_(self.staging, non_blocking=True)
         if self.sent is not None:
-            self.sent.record()
+            self.sent.record(torch.cuda.current_stream(self.words.device))
 
 
 class _Bucket:

@@ -18,8 +18,9 @@ from typing import Any
 from rich.table import Table
 
 from specla.bench.headline import Ratio
-from specla.bench.headline_page import PLAIN, markdown
+from specla.bench.headline_page import PLAIN
 from specla.bench.kernel_plots import save
+from specla.bench.report import markdown
 from specla.bench.studies.study import Figure, Measurement, Study, named, unit
 from specla.errors import ConfigError
 
