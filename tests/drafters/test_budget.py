@@ -10,7 +10,14 @@ import pytest
 from budget_world import Played, Stairs, play
 
 from specla.drafters.base import DraftRow, Observation
-from specla.drafters.budget import ALLOWANCE, MOST_CREDIT, START_CREDIT, Account, Budget
+from specla.drafters.budget import (
+    ALLOWANCE,
+    MOST_CREDIT,
+    START_CREDIT,
+    Account,
+    Budget,
+    Decision,
+)
 from specla.topology.tree import DraftTree
 
 MAX_NODES = 16
@@ -304,3 +311,37 @@ def test_drafting_that_costs_too_much_is_not_done() -> None:
     assert speed[10.0].speed > 1.5
     assert speed[3000.0].speed >= 0.97
     assert sum(nodes == 1 for nodes in speed[3000.0].nodes) > 570
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_round_in_which_nobody_was_asked_is_what_a_search_would_find(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    trees = [DraftTree.root(5)] * rows
+    decided = []
+    for searched in (True, False):
+        budget = Budget("x", MAX_NODES, LIGHT)
+        budget.account.switch()
+        if searched:
+            # As if drafting were on, but for the reason that is given.
+            monkeypatch.setattr(Budget, "_plain", lambda self, rows: _searched(self, trees))
+        chosen, decision = budget.choose(range(rows), trees, draft_us=None)
+        monkeypatch.undo()
+        assert list(chosen) == trees
+        decided.append((decision, budget._spent, budget._expected_gain, budget._used[-1]))
+    assert decided[0] == decided[1]
+
+
+def _searched(budget: Budget, trees: list[DraftTree]) -> Decision:
+    survival = [budget.survival.path(tree, slot) for slot, tree in enumerate(trees)]
+    reason, choice = budget._choice(trees, survival, 0.0, called=False)
+    step = LIGHT.round_us(len(trees), 1)
+    budget._spent = choice.us / step
+    budget._expected_gain = 1 + choice.expected / len(trees) - budget._spent
+    budget._used.append(max(len(keep) for keep in choice.keep))
+    return Decision(
+        reason=reason, detail=budget._why(reason, choice, len(trees)),
+        proposed=tuple(tree.num_drafts for tree in trees), expected=(0.0,) * len(trees),
+        nodes=choice.nodes, depth=choice.depth,
+        speed=(1 + choice.expected / len(trees)) / budget._spent,
+    )  # fmt: skip

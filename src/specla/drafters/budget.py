@@ -243,6 +243,8 @@ class Budget:
         Args:
             draft_us: what the call took; None: the drafter was not called.
         """
+        if draft_us is None and not self.account.on and self.fixed is None:
+            return list(trees), self._plain(len(trees))
         rows, call = len(trees), 0.0
         if draft_us is not None:
             self._called(draft_us)
@@ -268,6 +270,16 @@ class Budget:
             depth=choice.depth,
             speed=(1 + choice.expected / rows) / self._spent,
         )
+
+    def _plain(self, rows: int) -> Decision:
+        """A round in which nobody was asked: what follows of it, without a search for it."""
+        self._spent, self._expected_gain = 1.0, 0.0
+        self._used.append(0)
+        nothing = (0,) * rows
+        return Decision(
+            reason="off", detail=self.why_off(rows), proposed=nothing,
+            expected=tuple(map(float, nothing)), nodes=1, depth=0, speed=1.0,
+        )  # fmt: skip
 
     def _choice(
         self,
