@@ -40,19 +40,6 @@ class Counting:
         pass
 
 
-def test_rounds_with_drafts_have_a_price_of_their_own(target: TargetModel) -> None:
-    """The guess of both is from one row; until one kind has been seen it is the other's."""
-    kernels = Kernels(target, "exact", costs=None)
-    found = Prices(kernels, mode="exact", device="cpu", drafter="x")
-    found.saw(8, 1, 300.0)
-    guessed = found.round_us(8, 4) / found.round_us(8, 1)
-    assert guessed == pytest.approx((FIXED + 32) / (FIXED + 8))
-    found.saw(8, 4, 3 * 300.0)
-    assert found.round_us(8, 1) == pytest.approx(300)
-    assert found.round_us(8, 4) == pytest.approx(900)
-    assert found.round_us(8, 2) == pytest.approx(900 * (FIXED + 16) / (FIXED + 32))
-
-
 def test_a_hopeless_drafter_is_hardly_called(target: TargetModel) -> None:
     drafter = Counting()
     engine = make_engine(target, drafter, slots=1, nodes=8, budget="paying")

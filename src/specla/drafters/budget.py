@@ -144,7 +144,7 @@ class Budget:
         self._used: deque[int] = deque([max_nodes], maxlen=WINDOW)
         self._calls: dict[int, float] = {}  # microseconds of a call, by what was asked for
         self._is_warm = self._has_met = False
-        self._known: dict[tuple[int, float, float], tuple[float, int]] = {}
+        self._known: dict[tuple[int, float], tuple[float, int]] = {}
         self._asked = 0
         self._spent = 1.0  # by the round that was chosen last, in AR steps
         self._expected_gain = 0.0
@@ -223,11 +223,10 @@ class Budget:
         self._calls[self._asked] = before + (min(us, 4 * before) - before) / WINDOW
 
     def _break_even(self, rows: int) -> tuple[float, int]:
-        """As `choose.break_even`; asked in every round, so kept for calls and largest rounds that
-        cost the same to a hundredth of a step."""
-        step, widest = (self._costs.round_us(rows, n) for n in (1, self._max_nodes))
-        call = self._call_us(rows, self._max_nodes)
-        key = rows, round(call / step, 2), round(widest / step, 2)
+        """As `choose.break_even`; asked in every round, so kept for calls that cost the same to
+        a hundredth of a step."""
+        step = self._costs.round_us(rows, 1)
+        key = rows, round(self._call_us(rows, self._max_nodes) / step, 2)
         if key not in self._known:
             self._known[key] = break_even(
                 self._costs, rows, self._max_nodes, draft_us=key[1] * step

@@ -3,10 +3,9 @@
 
 With a cost table they are the measured ones. Without, they are a guess that is good enough to
 switch off what does not pay, and how long a unit of it takes is learned from the rounds
-themselves, of plain ones and of those with drafts apart: the guess is made from one row, and in
-batches a tree's nodes cost more. On a CPU a round costs `FIXED` nodes for reading the weights and
-one for every node, as the demo model on one thread does; on a GPU what a model of 1.3B on an H200
-does (`ROUNDS`), and between those sizes what a straight line gives (docs/guide/budget.md).
+themselves. On a CPU a round costs `FIXED` nodes for reading the weights and one for every node,
+as the demo model on one thread does; on a GPU what a model of 1.3B on an H200 does (`ROUNDS`),
+and between those sizes what a straight line gives (docs/guide/budget.md).
 Drafting on the device is taken to cost what reading its weights does, and its launches.
 """
 
@@ -64,8 +63,7 @@ class Prices:
         self._table: CostTable | None = kernels.costs
         self._kernels, self._mode, self._drafter = kernels, mode, drafter
         self._level = level
-        # A unit's microseconds, as rounds without drafts (False) and with drafts took.
-        self._node_us: dict[bool, float] = {}
+        self._node_us = 0.0
         # Look-ups, as a budget asks for the same few again and again while the device runs on.
         self._known: dict[tuple[int, int, int | None], float] = {}
         self._drafts: dict[tuple[int, int, int | None], float | None] = {}
@@ -78,13 +76,13 @@ class Prices:
     @property
     def in_microseconds(self) -> bool:
         """Whether it is known yet how long a node takes."""
-        return self._table is not None or bool(self._node_us)
+        return self._table is not None or self._node_us > 0
 
     def round_us(self, rows: int, nodes: int, *, depth: int | None = None) -> float:
         """Verifying and accepting, in microseconds; in units of the guess until it has seen a
         round."""
         if self._table is None:
-            return self._guess(rows, nodes) * self._unit(nodes > 1)
+            return self._guess(rows, nodes) * (self._node_us or 1.0)
         key = rows, nodes, depth
         if key not in self._known:
             self._known[key] = self._table.round_us(
@@ -124,12 +122,8 @@ class Prices:
         if self._table is not None:
             return
         here = us / self._guess(rows, nodes)
-        before = self._node_us.get(nodes > 1, here)
-        self._node_us[nodes > 1] = before + (min(here, 4 * before) - before) / WINDOW
-
-    def _unit(self, drafts: bool) -> float:
-        """As learned, of the other kind where only that has been seen; 1 before any."""
-        return self._node_us.get(drafts) or self._node_us.get(not drafts) or 1.0
+        before = self._node_us or here
+        self._node_us = before + (min(here, 4 * before) - before) / WINDOW
 
     def _guess(self, rows: int, nodes: int) -> float:
         if self.padded:
