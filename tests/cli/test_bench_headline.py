@@ -123,6 +123,7 @@ def test_every_contender_has_its_own_name_and_ar_is_first() -> None:
         ("--steps target,fly", "--steps must be some of target, drafters, measure, got 'fly'"),
         ("--size huge", "--size must be one of gdn-1.3b, toy"),
         ("--size gdn-1.3b", "needs a GPU"),
+        ("--size toy --also turtle", "--also must name one of eagle-attention, got 'turtle'"),
         ("--size toy --prompts 0", "--prompts must be >= 1"),
         ("--size toy --drafter-minutes 0", "minutes must be > 0"),
         ("--size toy --data nowhere", "nowhere"),

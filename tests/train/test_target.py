@@ -7,6 +7,7 @@ import json
 import lzma
 import time
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,15 @@ import numpy as np
 import pytest
 import torch
 
+from specla.drafters.eagle_config import EagleConfig, expected_tensors
 from specla.errors import ConfigError, SpeclaError
 from specla.train import corpus, lineup, pack, target
 from specla.train.capture import Text
 from specla.train.chat import ASSISTANT_ID, END_ID, USER_ID
 from specla.train.checkpoint import load_checkpoint
+from specla.train.entries import GPU_LINE_UP, TOY_LINE_UP
 from specla.train.gdn import GDNShape
-from specla.train.lineup import TOY_LINE_UP, prompts_of
+from specla.train.lineup import prompts_of
 from specla.train.packing import START_BIT, load_pools
 from specla.train.pretrain import Log, Recipe, Trainer, build_model
 from specla.train.prompts import train_prompts
@@ -239,7 +242,7 @@ def test_a_run_that_repeats_anothers_has_its_steps_rates_and_looks() -> None:
 
 def test_a_readers_gain_is_measured_against_the_same_training() -> None:
     """Lessons and loss of both stages, rates of the second; in the first the reader is new."""
-    for line_up in (lineup.GPU_LINE_UP, TOY_LINE_UP):
+    for line_up in (GPU_LINE_UP, TOY_LINE_UP):
         named = {one.name: one for one in line_up.entries}
         for reads, plain in (("reader", "block-first"), ("reader-joint", "block-more")):
             assert named[plain].like == reads
@@ -251,6 +254,26 @@ def test_a_readers_gain_is_measured_against_the_same_training() -> None:
         assert named["block-more"].start == "block-first"
         assert named["reader-joint"].start == "reader"
         assert named["block-first"].start == named["reader"].start == "block"
+
+
+def test_mixers_are_compared_at_equal_size_and_after_as_many_steps() -> None:
+    """Of GDN-1.3B, whose heads drafters take over."""
+    both = {one.name: one for one in GPU_LINE_UP.also(["eagle-attention"]).entries}
+    sizes = {}
+    for name in ("eagle", "eagle-attention"):
+        own = dict(both[name].options)
+        mixer = own.pop("mixer", "gdn")
+        config = EagleConfig(
+            **own, num_v_heads=own["num_heads"], head_dim=256, head_v_dim=256, mixer=mixer,
+            conv_size=4, norm_eps=1e-6, target_hidden_size=2048, vocab_size=32_000,
+            target_layer_ids=(1, 11, 20), fc_norm=True, target_fingerprint=None,
+            tokenizer_hash=None,
+        )  # fmt: skip
+        sizes[mixer] = sum(map(prod, expected_tensors(config).values()))
+    assert sizes["attention"] == pytest.approx(sizes["gdn"], rel=1e-3)
+    assert both["eagle-attention"].like == "eagle"
+    assert both["eagle-attention"].schedule == both["eagle"].schedule
+    assert list(both)[:-1] == [one.name for one in GPU_LINE_UP.entries]
 
 
 def test_a_drafter_that_cannot_be_trained_is_missing_and_stops_no_other(

@@ -35,6 +35,10 @@ def headline(
     size: Annotated[
         str, typer.Option(help="gdn-1.3b (a GPU of 140 GiB), or toy, to try the command.")
     ] = "gdn-1.3b",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(help="Train this drafter too, for a study: eagle-attention; repeatable."),
+    ] = None,
     target_minutes: Annotated[float, typer.Option(rich_help_panel=TIME)] = 9.0,
     drafter_minutes: Annotated[float, typer.Option(rich_help_panel=TIME)] = 9.0,
     measure_minutes: Annotated[float, typer.Option(rich_help_panel=TIME)] = 6.0,
@@ -79,6 +83,7 @@ def headline(
         data=data, work=work, size=size, minutes=minutes, prompts=None if full else prompts,
         batch=batch, max_tokens=max_tokens,
         device=resolve(EngineConfig(drafter="none", device=device)).device,
+        also=tuple(also or ()),
     )  # fmt: skip
     if size == SIZES[0] and plan.device == "cpu":
         raise ConfigError(

@@ -19,7 +19,8 @@ TARGET, DRAFTERS, MEASURE = STEPS = ("target", "drafters", "measure")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What was asked for. minutes: of each step. prompts: per suite; None: every one."""
+    """What was asked for. minutes: of each step. prompts: per suite; None: every one. also:
+    drafters that are trained beside those that are measured."""
 
     data: Path
     work: Path
@@ -29,6 +30,7 @@ class Plan:
     batch: int
     max_tokens: int
     device: str
+    also: tuple[str, ...] = ()
 
     @property
     def checkpoint(self) -> Path:
@@ -41,6 +43,8 @@ class Plan:
         from specla.train.pack import data_digest
 
         asked: dict[str, object] = {"size": self.size, "data": data_digest(self.data)}
+        if step == DRAFTERS and self.also:
+            asked["also"] = list(self.also)
         if step == MEASURE:
             asked |= {name: getattr(self, name) for name in ("prompts", "batch", "max_tokens")}
         return asked

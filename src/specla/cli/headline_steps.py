@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specla.bench.measure import Method, Prompt, Sample
     from specla.llm import LLM
     from specla.models.tokenizer import Tokenizer
+    from specla.train.entries import LineUp
 
 SIZES = ("gdn-1.3b", "toy")
 MAX_NODES = 16
@@ -47,14 +48,15 @@ def run_steps(plan: Plan, wanted: Sequence[str], tick: Tick | None) -> Progress:
     """The wanted steps that are not done, in order.
 
     Raises:
-        ConfigError: a step before them is not done, or what is to be measured is not there; known
-            before minutes are spent on training.
+        ConfigError: a step before them is not done, what is to be measured is not there, or no
+            such drafter is known; said before minutes are spent on training.
     """
     progress = Progress(plan)
     for step in wanted:
         for earlier in STEPS[: STEPS.index(step)]:
             if earlier not in wanted:
                 progress.need(earlier)
+    _line_up(plan)
     if MEASURE in wanted and MEASURE not in progress.steps:
         _prompts(plan)
     for step in STEPS:
@@ -95,7 +97,7 @@ def _drafters(
     from specla.bench import fla_sd
     from specla.train import lineup
 
-    line_up = lineup.GPU_LINE_UP if plan.size == "gdn-1.3b" else lineup.TOY_LINE_UP
+    line_up = _line_up(plan)
     began = time.monotonic()
 
     def so_far(found: Sequence[lineup.Trained]) -> None:
@@ -114,6 +116,13 @@ def _drafters(
         if tuning is not None:
             _end(tuning)
     return {"entries": lineup.record(found)}
+
+
+def _line_up(plan: Plan) -> LineUp:
+    """With what is to be trained also; ConfigError if it is not known."""
+    from specla.train.entries import GPU_LINE_UP, TOY_LINE_UP
+
+    return (GPU_LINE_UP if plan.size == "gdn-1.3b" else TOY_LINE_UP).also(plan.also)
 
 
 def _end(tuning: subprocess.Popen[bytes]) -> None:
