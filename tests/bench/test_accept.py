@@ -16,7 +16,7 @@ from completions import completion
 from specla.bench.accept import Tally, Watched, collect, figures, result
 from specla.bench.accept_page import csv_rows, record, render, text_record
 from specla.bench.measure import Prompt
-from specla.bench.report import COLUMNS
+from specla.bench.report import COLUMNS, head
 from specla.bench.suites import read_suites
 from specla.drafters.base import Observation
 from specla.errors import ConfigError
@@ -111,7 +111,11 @@ def test_filtered_figures_leave_looping_answers_out() -> None:
     assert r.filtered is not None
     assert r.filtered.tau == 1.0
     json.dumps(record(r))
-    rows = csv_rows([r], device="cpu", versions={"torch": "2"}, command="specla bench accept")
+    first = head(
+        device="cpu", versions={"torch": "2"}, command="specla bench accept", measured="abc"
+    )
+    rows = csv_rows([r], first)
+    assert {row["commit"] for row in rows} == {"abc"}
     assert all(set(row) == set(COLUMNS) for row in rows)
     metrics = {str(row["metric"]): row["value"] for row in rows}
     assert metrics["accept/k/t0/ngram/tau"] == "2.333"

@@ -48,10 +48,12 @@ def test_the_demo_model_for_real(capsys: CAPTURE, tmp_path: Path) -> None:
         ("--prompts 0", "--prompts must be >= 1"),
         ("--record", "--record must come with --texts"),
         ("--suite nowhere", "folder with some"),
+        ("--data nowhere", "nowhere"),
+        ("--data nowhere --suite nowhere", "must not be given together"),
         ("--drafter none", "nothing to accept"),
         ("--temperature -1", "temperature must be"),
     ],
 )
 def test_usage(capsys: CAPTURE, flags: str, says: str) -> None:
-    assert main(["bench", "accept", *flags.split(" ", 1)]) == 2
+    assert main(["bench", "accept", *flags.split()]) == 2
     assert says in capsys.readouterr().err

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from rich.table import Table
 
 from specla.bench.accept import Answer, Figures, Result
-from specla.bench.report import head
 
 DEPTHS_SHOWN = 5
 NOTE = (
@@ -75,12 +74,10 @@ def text_record(one: Answer, temperature: float) -> dict[str, object]:
     }
 
 
-def csv_rows(
-    results: Iterable[Result], *, device: str, versions: Mapping[str, str | None], command: str
-) -> list[dict[str, object]]:
-    """Rows of results.csv. The baseline of a tau is plain decoding, which has 1."""
-    first = head(device=device, versions=versions, command=command)
-    return [first | line for one in results for line in _lines(one)]
+def csv_rows(results: Iterable[Result], first: Mapping[str, object]) -> list[dict[str, object]]:
+    """Rows of results.csv. The baseline of a tau is plain decoding, which has 1. first: the
+    columns that they share."""
+    return [dict(first) | line for one in results for line in _lines(one)]
 
 
 def _lines(one: Result) -> Iterable[dict[str, object]]:

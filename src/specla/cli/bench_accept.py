@@ -49,6 +49,7 @@ def accept(
             "repeatable. Default: the built-in prompts."
         ),
     ] = None,
+    data: opt.HeldOut = None,
     prompts: Annotated[
         int | None, typer.Option(help="Prompts per suite, drawn with --sample-seed; default: all.")
     ] = None,
@@ -63,6 +64,7 @@ def accept(
         bool, typer.Option("--record", help="Append the figures to --results; needs --texts.")
     ] = False,
     results: opt.Results = opt.RESULTS,
+    commit: opt.Commit = None,
     texts: Annotated[
         Path | None, typer.Option(help="Write the answers there, as JSON lines, to look at.")
     ] = None,
@@ -92,7 +94,7 @@ def accept(
         raise ConfigError(
             "--record must come with --texts FILE: a figure counts with the answers behind it"
         )
-    suites = chosen_suites(suite, prompts, sample_seed)
+    suites = chosen_suites(suite, data, prompts, sample_seed)
     laws = [
         SamplingParams(temperature=t, max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos)
         for t in dict.fromkeys(temperature or (0.0, 1.0))
@@ -119,22 +121,28 @@ def accept(
                 kept += [(answer, law.temperature) for answer in answers]
     if texts is not None:
         _write_texts(texts, kept)
-    _report(found, llm, model, form, json=json, record=results if record else None)
+    _report(found, llm, model, form, json=json, record=results if record else None, commit=commit)
     return 1 if any(one.failed for one in found) else 0
 
 
 def chosen_suites(
-    paths: Sequence[Path] | None, most: int | None, seed: int
+    paths: Sequence[Path] | None, data: Path | None, most: int | None, seed: int
 ) -> dict[str, Sequence[Prompt]]:
-    """Those of the paths, or the built-in ones; so many prompts of each, drawn with a seed."""
+    """Those of the paths, or of the headline's data, or the built-in ones; so many prompts of
+    each, drawn with a seed."""
     from specla.bench.suites import read_suites, sample
     from specla.bench.workloads import WORKLOADS
     from specla.bench.workloads import prompts as built_in
+    from specla.cli.headline_suites import suites
 
-    if paths:
-        return dict(read_suites(paths, most=most, seed=seed))
+    if paths and data:
+        raise ConfigError("--suite and --data must not be given together; leave one out")
     if most is not None and most < 1:
         raise ConfigError(f"--prompts must be >= 1, got {most}")
+    if paths:
+        return dict(read_suites(paths, most=most, seed=seed))
+    if data is not None:
+        return dict(suites(data, most, seed))
     return {kind: sample(built_in([kind]), most, seed) for kind in WORKLOADS}
 
 
@@ -185,8 +193,9 @@ def _watching(llm: LLM, watch: Callable[[Watched], None]) -> Iterator[None]:
 
 
 def _report(
-    found: Sequence[Result], llm: LLM, model: str, form: str, *, json: bool, record: Path | None
-) -> None:
+    found: Sequence[Result], llm: LLM, model: str, form: str, *, json: bool, record: Path | None,
+    commit: str | None,
+) -> None:  # fmt: skip
     from specla.bench import accept_page as page
     from specla.bench import report
 
@@ -203,8 +212,10 @@ def _report(
     if record is not None:
         # The arguments, not the program's path: the command has to work elsewhere.
         command = " ".join(["specla", *sys.argv[1:]])
-        rows = page.csv_rows(found, device=device, versions=run["versions"], command=command)
-        report.append(record, rows)
+        first = report.head(
+            device=device, versions=run["versions"], command=command, measured=commit
+        )
+        report.append(record, page.csv_rows(found, first))
         note(f"appended to {record}")
 
 

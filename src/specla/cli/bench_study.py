@@ -56,9 +56,7 @@ def study(
     suite: Annotated[
         list[Path] | None, typer.Option(help="As for 'bench accept'. Default: built-in prompts.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="The headline's suites, from its folder of data.")
-    ] = None,
+    data: opt.HeldOut = None,
     prompts: Annotated[
         int | None, typer.Option(help="Of each suite, drawn with a seed. Default: the study's.")
     ] = None,
@@ -182,16 +180,7 @@ def _prompts(
     from specla.bench.headline import in_turn
     from specla.cli.bench_accept import chosen_suites
 
-    if suite and data:
-        raise ConfigError("--suite and --data must not be given together; leave one out")
-    most = study.prompts if most is None else most
-    if data is None:
-        return in_turn(chosen_suites(suite, most, 0))
-    if most is not None and most < 1:
-        raise ConfigError(f"--prompts must be >= 1, got {most}")
-    from specla.cli.headline_suites import suites
-
-    return in_turn(suites(data, most))
+    return in_turn(chosen_suites(suite, data, study.prompts if most is None else most, 0))
 
 
 def _run(

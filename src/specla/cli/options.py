@@ -128,6 +128,9 @@ Results = Annotated[Path, typer.Option(help="The append-only CSV of --record.")]
 Commit = Annotated[
     str | None, typer.Option(help="Hash to record where there is no checkout to ask.")
 ]
+HeldOut = Annotated[
+    Path | None, typer.Option(help="The headline's suites, from its folder of data.")
+]
 Source = Annotated[
     Path | None,
     typer.Option("--from", help="rows.jsonl of an earlier run, to show and record; runs nothing."),
