@@ -265,6 +265,8 @@ def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
     assert form.info.fallback is None
     assert form.info.priced_as.endswith(" on_device")
     assert form.for_gpu(num_slots=4, max_nodes=16) is form
+    nothing_cut = EagleDrafter(path=large, min_survival=0)
+    assert isinstance(nothing_cut.for_gpu(num_slots=4, max_nodes=16), DeviceEagle)
     attention = toy_config(target.info, mixer="attention", num_v_heads=1)
     small = str(write_drafter(tmp_path / "small", toy_config(target.info)))
     cannot = {

@@ -60,7 +60,8 @@ class EagleDrafter:
             than the chain.
         min_survival: expand a node only if the probability of its path is at least this; None:
             0.6, as a level takes about as long as verifying two nodes does. Inside the round's
-            graph every level is launched, so that a drafter with this option drafts on the host.
+            graph every level is launched, as with 0, so that a drafter with another one drafts on
+            the host.
         on_device: draft inside the round's graph (`eagle_device`), which needs a GPU; None: there,
             if its kernels can do it.
 
@@ -84,7 +85,7 @@ class EagleDrafter:
         require_int("max_depth", max_depth, 1, 1023)
         require_number("tau", tau, 0, 1e9)
         require_flag("spine", spine)
-        self._cuts = min_survival is not None
+        self._cuts = bool(min_survival)
         min_survival = MIN_SURVIVAL if min_survival is None else min_survival
         require_number("min_survival", min_survival, 0, 1)
         if on_device is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -32,7 +32,6 @@ COLOURS = {AR: "black", AUTO: "C0", OFF: "C1"}
 LEAST_PROMPTS = 8
 """Answered at every size, so many at a time."""
 REPEATS = 3
-WARM_UP = 16
 
 
 class Batch:
@@ -42,11 +41,11 @@ class Batch:
     about = """\
 Throughput, prefill included, of so many prompts decoded together (of 8 prompts, one after another,
 where a batch is smaller): plain decoding, drafting with `--budget auto` and with `--budget off`,
-in turns, three times if there is time; the median counts, and intervals are the least and the
-largest of the repeats. over_off: the budget's speed over that of drafting always. drafting: rounds
-in which the budget let drafts through. Rows end at different times, so that a batch is smaller at
-its end, for all alike. Prices are `measured` only where `specla profile` has been run for this
-model here."""
+in turns, three times if there is time after one that is not timed; the median counts, and
+intervals are the least and the largest of the repeats. over_off: the budget's speed over that of
+drafting always. drafting: rounds in which the budget let drafts through. Rows end at different
+times, so that a batch is smaller at its end, for all alike. Prices are `measured` only where
+`specla profile` has been run for this model here."""
     factors: Mapping[str, tuple[Value, ...]] = {"batch": (1, 2, 4, 8, 16, 32, 64)}
     centre: Mapping[str, Value] = {}
     drafters = (1, 1)
@@ -110,10 +109,12 @@ class _Pass:
 def _measure(
     lab: Lab, subjects: Mapping[str, Subject], size: int, until: float
 ) -> Iterator[Measurement]:
-    """One size. Repeats after the first one only as long as there is time."""
+    """One size. Repeats after the first one only as long as there is time. What is not timed is a
+    whole pass: graphs of a prompt's length are made when it comes again, kernels of some number of
+    rows when it is reached."""
     prompts = taken(lab.prompts, size)
     for subject in subjects.values():
-        _pass(subject, prompts[:size], size, replace(lab.params, max_tokens=WARM_UP))
+        _pass(subject, prompts, size, lab.params)
     passes: list[dict[str, _Pass]] = []
     while len(passes) < REPEATS and (not passes or time.monotonic() < until):
         passes.append(

@@ -26,6 +26,7 @@ from specla.drafters.eagle import EagleDrafter
 from specla.drafters.eagle_config import expected_tensors
 from specla.errors import ConfigError
 
+KIND = "eagle:"
 MOST_LENGTH = 1 << 15
 
 
@@ -35,7 +36,8 @@ class Mixer:
     name = "mixer"
     about = """\
 Two EAGLE drafters of equal size for one target, one with a gated delta rule, whose memory is
-constant, one with causal attention, whose memory grows with the text. Prompts are preceded by
+constant, one with causal attention, whose memory grows with the text. Both draft whole trees
+(`min_survival=0`). Prompts are preceded by
 other prompts until they have `length` tokens, so that long texts are texts that the drafters were
 not trained on. slot_bytes: what a drafter keeps per sequence once the prompt is read. draft_us:
 per round for drafting from the host, re-encoding what was accepted included, and so the same way
@@ -90,7 +92,13 @@ def _by_mixer(lab: Lab) -> dict[str, Subject]:
     """
     found: dict[str, Subject] = {}
     for name in lab.drafters:
-        subject = lab.load(Setting(drafter=name, max_nodes=lab.max_nodes))
+        if not name.startswith(KIND):
+            raise ConfigError(f"--drafter must be eagle:FOLDER for this study, got {name!r}")
+        # The host would cut what looks unlikely, a round's graph never does: one of these two may
+        # be drafted there and the other here.
+        options = {"min_survival": 0}
+        setting = Setting(drafter=name, options=options, max_nodes=lab.max_nodes)
+        subject = lab.load(setting)
         found[_drafter(subject).config.mixer] = subject
     if len(found) < len(lab.drafters):
         raise ConfigError(
@@ -101,10 +109,7 @@ def _by_mixer(lab: Lab) -> dict[str, Subject]:
 
 def _drafter(subject: Subject) -> EagleDrafter:
     drafter = subject.engine.drafter
-    if not isinstance(drafter, EagleDrafter):
-        raise ConfigError(
-            f"--drafter must be eagle:FOLDER for this study, got {drafter.info.name}"
-        )
+    assert isinstance(drafter, EagleDrafter), "checked by its name"
     return drafter
 
 
