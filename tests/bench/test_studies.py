@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import time
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +24,13 @@ from specla.bench.studies.controlled import closed_form
 from specla.bench.studies.counts import figures, over_rounds, tau_over
 from specla.bench.studies.guesses import Guesses
 from specla.bench.studies.reader import labels
-from specla.bench.studies.study import UNITS, Subject, named
+from specla.bench.studies.study import UNITS, Lab, Subject, named
 from specla.bench.studies.tree import around
 from specla.drafters.base import DeviceDrafter, Drafter, DraftRow
 from specla.drafters.none import NoDrafter
 from specla.engine.engine import Engine
 from specla.errors import ConfigError
-from specla.request import SamplingParams
+from specla.request import Completion, SamplingParams
 from specla.state import State
 from specla.testing import OracleDrafter, replay
 
@@ -98,6 +99,34 @@ def test_the_device_drafts_what_the_host_does(nodes: int, remaining: int) -> Non
 def test_settings_around_a_centre_differ_from_it_in_one_factor() -> None:
     found = around({"a": 1, "b": 2}, {"a": (1, 3), "b": (2, 4, 5)})
     assert found == [{"a": 1, "b": 2}, {"a": 3, "b": 2}, {"a": 1, "b": 4}, {"a": 1, "b": 5}]
+
+
+def test_all_trees_answer_what_the_centre_has_time_for() -> None:
+    """Settings after it may be faster: other prompts would look like another acceptance."""
+
+    def subject(seconds: float) -> SimpleNamespace:
+        def one(text: str, params: SamplingParams) -> Completion:
+            time.sleep(seconds)
+            return completion(ids=(1, 2, 3), options={}, decode_s=0.1)
+
+        engine = SimpleNamespace(drafter=SimpleNamespace(info=SimpleNamespace(name="eagle")))
+        return SimpleNamespace(engine=engine, one=one, note=None)
+
+    study = find("tree")
+    values = {name: [value] for name, value in study.centre.items()}
+    pause = [0.2]
+    lab = Lab(
+        plain=subject(0), load=lambda _: subject(pause.pop() if pause else 0), own=None,
+        tokenizer=None, prompts=[Prompt(kind="x", text=str(i)) for i in range(9)],
+        params=SamplingParams(max_tokens=3), drafters=["eagle"],
+        values={**values, "top_k": [1, 2]}, centre=study.centre, max_nodes=16,
+        deadline=time.monotonic() + 1.5,
+    )  # type: ignore[arg-type]  # fmt: skip
+    found = list(study.measure(lab))
+    assert len(found) == 3
+    counts = {one.figures["prompts"] for one in found}
+    assert len(counts) == 1
+    assert counts < {1, 2, 3, 4}
 
 
 def test_folders_are_told_apart_by_as_little_as_it_takes() -> None:

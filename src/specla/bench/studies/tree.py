@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from specla.bench.measure import Prompt
 from specla.bench.studies import plots
 from specla.bench.studies.study import Lab, Measurement, Setting, Value, measured, require_whole
 from specla.errors import SpeclaError
@@ -22,7 +24,8 @@ One factor at a time is changed around a centre: children per node (`top_k`; 1 i
 deepest draft (`max_depth`), nodes that a round verifies, node 0 included (`nodes`), and how far
 below the best first draft's log-probability a node may be (`threshold`, the drafters' option tau;
 large: no pruning). No budget: all that the drafter proposes is verified. Plain decoding takes
-turns with every setting."""
+turns with every setting. The centre says for how many prompts there is time; all settings answer
+the same ones."""
     factors: Mapping[str, tuple[Value, ...]] = {
         "top_k": (1, 2, 4, 8),
         "max_depth": (2, 4, 6, 8),
@@ -40,14 +43,18 @@ turns with every setting."""
         for factor, bounds in COUNTS.items():
             require_whole(factor, [lab.centre[factor], *lab.values[factor]], *bounds)
         places = around(lab.centre, lab.values)
+        prompts, until = lab.prompts, lab.share(len(places))
         for done, at in enumerate(places):
-            until = lab.share(len(places) - done)
+            before = len(lab.kept)
             try:
-                yield from _measure(lab, at, until)
+                yield from _measure(lab, at, prompts, until)
             except SpeclaError as error:
                 if not done:
                     raise
                 yield Measurement(at=at, figures={}, missing=str(error))
+            if not done:
+                # Plain decoding's answers are kept too.
+                prompts, until = prompts[: (len(lab.kept) - before) // 2], math.inf
 
     def draw(self, found: Sequence[Measurement]) -> Any:
         """Tokens per round above, speed below; a column per factor, a line per suite."""
@@ -79,12 +86,14 @@ def around(
     return [dict(centre), *(one for one in others if one != centre)]
 
 
-def _measure(lab: Lab, at: Mapping[str, Value], until: float) -> Iterator[Measurement]:
+def _measure(
+    lab: Lab, at: Mapping[str, Value], prompts: Sequence[Prompt], until: float
+) -> Iterator[Measurement]:
     options = {"top_k": at["top_k"], "max_depth": at["max_depth"], "tau": at["threshold"]}
     setting = Setting(drafter=lab.drafters[0], options=options, max_nodes=int(at["nodes"]))
     subject = lab.load(setting)
     name = subject.engine.drafter.info.name
-    scores = lab.take_turns({name: subject}, lab.prompts, until)
+    scores = lab.take_turns({name: subject}, prompts, until)
     for suite in lab.suites():
         score = scores.get((suite, name))
         yield measured({**at, "suite": suite}, score, note=subject.note)
