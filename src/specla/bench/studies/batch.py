@@ -43,14 +43,16 @@ Throughput, prefill included, of so many prompts decoded together (of 8 prompts,
 where a batch is smaller): plain decoding, drafting with `--budget auto` and with `--budget off`,
 in turns, three times if there is time after one that is not timed; the median counts, and
 intervals are the least and the largest of the repeats. over_off: the budget's speed over that of
-drafting always. drafting: rounds in which the budget let drafts through. Rows end at different
-times, so that a batch is smaller at its end, for all alike. Prices are `measured` only where
-`specla profile` has been run for this model here."""
+drafting always. request_ratio: how many times sooner a request is done, counted from its first
+round to its last, on average over requests. Nothing waits behind a batch, so that its throughput
+is that of its slowest row: requests can be done sooner while the batch as a whole is not.
+drafting: rounds in which the budget let drafts through. Prices are `measured` only where `specla
+profile` has been run for this model here."""
     factors: Mapping[str, tuple[Value, ...]] = {"batch": (1, 2, 4, 8, 16, 32, 64)}
     centre: Mapping[str, Value] = {}
     drafters = (1, 1)
     prompts = None
-    recorded = ("ratio", "over_off")
+    recorded = ("ratio", "over_off", "request_ratio")
     max_nodes = 16
 
     def measure(self, lab: Lab) -> Iterator[Measurement]:
@@ -79,15 +81,19 @@ times, so that a batch is smaller at its end, for all alike. Prices are `measure
             yield from _measure(lab, subjects, size, lab.share(len(sizes) - done))
 
     def draw(self, found: Sequence[Measurement]) -> Any:
-        """Tokens per second, and speeds over plain decoding."""
-        figure, (speed, ratio) = plots.axes(2)
+        """Tokens per second, and speeds over plain decoding, of all and of a request."""
+        figure, (speed, ratio, request) = plots.axes(3)
         for way, colour in COLOURS.items():
             line = [m for m in found if m.at["way"] == way]
             name = way if way == AR else f"budget {way}"
             plots.line(speed, line, "batch", "speed", label=name, color=colour)
             plots.line(ratio, line, "batch", "ratio", label=name, color=colour, capsize=2)
-        plots.even(ratio)
-        for axis, title in ((speed, "tokens/s"), (ratio, "speed over plain decoding")):
+            plots.line(request, line, "batch", "request_ratio", label=name, color=colour)
+        titles = {speed: "tokens/s", ratio: "speed over plain decoding",
+                  request: "a request's, on average"}  # fmt: skip
+        for axis in (ratio, request):
+            plots.even(axis)
+        for axis, title in titles.items():
             plots.powers(axis, plots.values(found, "batch"))
             plots.label(axis, "sequences decoded together", title)
         plots.doubling(speed)
@@ -104,6 +110,11 @@ class _Pass:
     @property
     def speed(self) -> float:
         return sum(len(one.token_ids) for one in self.answers) / self.seconds
+
+    @property
+    def request_s(self) -> float:
+        """Of decoding, summed over requests."""
+        return sum(one.timing.decode_s for one in self.answers)
 
 
 def _measure(
@@ -160,13 +171,16 @@ def _figures(way: str, passes: Sequence[Mapping[str, _Pass]]) -> dict[str, Figur
         "speed": median(one[way].speed for one in passes),
         "ratio": over([one[way].speed / one[AR].speed for one in passes]),
         "over_off": over([one[way].speed / one[OFF].speed for one in passes]),
+        "request_ratio": over([one[AR].request_s / one[way].request_s for one in passes]),
         "tau": tokens / max(rounds, 1),
         "drafting": _drafting(mine, rounds),
         "same": sum(a.token_ids == b.token_ids for a, b in zip(mine, plain, strict=True)),
         "loops": sum(has_loop(one.token_ids) for one in mine),
         "cut": sum(one.finish_reason == "length" for one in mine),
     }
-    left_out = {AR: ("ratio", "over_off", "drafting"), OFF: ("over_off",), AUTO: ()}[way]
+    left_out = {
+        AR: ("ratio", "over_off", "request_ratio", "drafting"), OFF: ("over_off",), AUTO: (),
+    }[way]  # fmt: skip
     return {name: value for name, value in figures.items() if name not in left_out}
 
 

@@ -64,6 +64,7 @@ UNITS: Mapping[str, str] = {
     "speed": "tokens/s",
     "ratio": "x",
     "over_off": "x",
+    "request_ratio": "x",
     "over_first": "x",
     "tau": "tokens/round",
     "closed_form": "tokens/round",
@@ -79,11 +80,11 @@ UNITS: Mapping[str, str] = {
 }
 """Figures and their units. prompts: those that were timed; counted: those whose rounds were
 counted (where there is both, tau is of the latter). ratio is the speed over plain decoding of the
-same run, over_off that over drafting without a budget, over_first a tau over the first drafter's;
-tau counts the bonus. drafting: rounds that had drafts; first_token: those whose first token was
-the likeliest draft; survival_dN: those whose path got N deep. same: answers equal to plain
-decoding's, token for token; loops: those with a stretch that repeats; cut: those ended by the
-limit."""
+same run, over_off that over drafting without a budget, request_ratio how many times sooner a
+request is done on average, over_first a tau over the first drafter's; tau counts the bonus.
+drafting: rounds that had drafts; first_token: those whose first token was the likeliest draft;
+survival_dN: those whose path got N deep. same: answers equal to plain decoding's, token for
+token; loops: those with a stretch that repeats; cut: those ended by the limit."""
 
 
 def named(figure: str) -> str:
