@@ -97,9 +97,10 @@ class EagleLayer(Chain):
         return self._limits.chunk
 
     def compile(self) -> None:
-        """What `take_in` launches for a row that is alone."""
-        for width in self._widths:
-            self._taking(1, width)
+        """What `take_in` launches. A graph takes some milliseconds, which rows would wait for."""
+        for count in range(self._limits.rows.bit_length()):
+            for width in self._widths:
+                self._taking(1 << count, width)
 
     def take_in(
         self,
