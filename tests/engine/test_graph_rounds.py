@@ -301,7 +301,8 @@ def test_ngram_goes_on_in_another_shape(target: TargetModel) -> None:
 
 @pytest.mark.slow
 def test_an_eagle_drafters_kernels(tmp_path: Path, target: TargetModel) -> None:
-    """Shapes and rest by turns; a budget that is off drafts the same as the host's drafter."""
+    """Shapes and rest by turns; a budget that is off drafts the same as the host's drafter where
+    that cuts nothing."""
     import test_eagle_behind as eagle
 
     path = eagle.folder(tmp_path, target, head_dim=64, head_v_dim=64)
@@ -314,9 +315,8 @@ def test_an_eagle_drafters_kernels(tmp_path: Path, target: TargetModel) -> None:
     assert {shape for shape, _ in turns.seen} >= set(SHAPES[:3])
     engine, _ = engine_with(target, eagle.EagleDrafter(path=path, **eagle.OPTIONS), "off")
     run = go(engine, some)
-    host = drive(
-        make_engine(target, eagle.EagleDrafter(path=path, **eagle.OPTIONS), nodes=4), some
-    )
+    whole = eagle.EagleDrafter(path=path, min_survival=0, **eagle.OPTIONS)
+    host = drive(make_engine(target, whole, nodes=4), some)
     eagle.check(run, host, target, some, accepted=0)
 
 
