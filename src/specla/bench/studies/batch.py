@@ -121,7 +121,7 @@ def _measure(
     lab: Lab, subjects: Mapping[str, Subject], size: int, until: float
 ) -> Iterator[Measurement]:
     """One size. Repeats after the first one only as long as there is time. What is not timed is a
-    whole pass: graphs of a prompt's length are made when it comes again, kernels of some number of
+    whole pass: graphs of a prompt's length are made when it first comes, kernels of some number of
     rows when it is reached."""
     prompts = taken(lab.prompts, size)
     for subject in subjects.values():
