@@ -319,13 +319,11 @@ def test_wide_heads_are_not_asked_for_ahead(
             return lambda *_, **meta: launched.append(meta)
 
     monkeypatch.setattr(triton_block, "_attend_kernel", Kernel())
-    ints = torch.zeros(2, 7, dtype=torch.int32)
-    given = triton_block.Given(*[ints[:, 0]] * 3, ints, *[ints[:, 0]] * 2)
-    cursors = triton_block.Cursors(*[ints[:, 0]] * 2)
+    ints = torch.zeros(2, dtype=torch.int32)
     parts = triton_block.Parts(torch.zeros(14, 2, 1, width), torch.zeros(14, 2, 1, 2))
     kept, o = (torch.zeros(*size, dtype=dtype) for size in ((2, 3, 8, 2, width), (14, 2 * width)))
     triton_block.attend(
-        o, given, ints[:, 0], cursors, *[o] * 3, kept, parts, o, 1e-6, window=None, causal=False
+        o, ints, ints, ints, (o, o), o, kept, parts, o, 1e-6, window=None, causal=False
     )
     assert launched[0]["num_stages"] == stages
 

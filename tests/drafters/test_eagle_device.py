@@ -18,6 +18,7 @@ from eagle_toy import toy_config, write_drafter
 from specla.drafters import DraftRow, Observation
 from specla.drafters.base import DeviceDrafter, ResidentDrafter
 from specla.drafters.eagle import EagleDrafter
+from specla.drafters.eagle_attention import AttentionMixer
 from specla.errors import ConfigError, KernelUnavailable
 from specla.models.base import TargetModel
 from specla.models.features import Features
@@ -37,6 +38,18 @@ needs_interpreter = pytest.mark.skipif(
 SLOTS = 3
 # K != V, two value heads per key head.
 SIZES = {"head_dim": 128, "head_v_dim": 64, "hidden_size": 48, "intermediate_size": 64}
+# Two query heads per key head, and heads that are no power of two.
+ATTENTION = {
+    **{"mixer": "attention", "num_heads": 4, "num_v_heads": 2, "head_dim": 20, "head_v_dim": 20},
+    **{"hidden_size": 48, "intermediate_size": 64, "rope_theta": 100.0},
+}
+each_mixer = pytest.mark.parametrize("sizes", [SIZES, ATTENTION], ids=["gdn", "attention"])
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of several tiles."""
+    monkeypatch.setattr("specla.drafters.triton_block.TILE", 16)
 
 
 class Game:
@@ -66,14 +79,15 @@ class Game:
         eager = EagleDrafter(path=path, min_survival=0, **options)  # type: ignore[arg-type]
         return eager, DeviceEagle(path=path, **options)  # type: ignore[arg-type]
 
-    def start(self, slot: int, prompt: int) -> None:
+    def start(self, slot: int, prompt: int, chunk: int = 1024) -> None:
         """A prompt of that many tokens, in the state but for its last one."""
         tokens = [self.rng.randrange(self.target.info.vocab_size) for _ in range(prompt)]
         self.texts[slot] = tokens
-        if prompt > 1:
-            given = self.noise(prompt - 1)
+        for at in range(1, prompt, chunk):
+            part = tokens[at : at + chunk]
+            given = self.noise(len(part)).transpose(0, 1).flatten(1)
             for one in (self.eager, self.device):
-                one.prefill(slot, tokens[1:], given.transpose(0, 1).flatten(1))
+                one.prefill(slot, part, given)
 
     def end(self, slot: int) -> None:
         for one in (self.eager, self.device):
@@ -153,30 +167,55 @@ class Game:
             one.feed(seen, given)
         self.texts[slot] += emitted
 
+    def fork(self, slot: int, to: int) -> None:
+        for one in (self.eager, self.device):
+            one.fork(slot, to)
+        self.texts[to] = [*self.texts[slot]]
+
+    def stay(self, slots: Sequence[int], rnd: DeviceRound, count: int) -> None:
+        """So many rounds of one node that nothing was launched for; the last is to be taken in."""
+        kept = []
+        for _ in range(count):
+            self.accept(slots, rnd, [DraftTree.root(self.texts[slot][-1]) for slot in slots])
+            at = [b * rnd.tokens.shape[1] for b in range(len(slots))]
+            kept.append(self.features.rows(at).clone())
+        tokens = [self.texts[slot][-count:-1] for slot in slots]
+        self.device.catch_up(tokens, torch.stack(kept[:-1], dim=1).flatten(0, 1))
+
     def check_states(self, slots: Sequence[int]) -> None:
         """Both say the same about every row, now that both have encoded all of it."""
         for slot in slots:
             self.eager._encode([slot])
             self.device._encode([slot])
-            one, two = (x.model.roots([slot]) for x in (self.eager, self.device))
-            for a, b in zip((one.y, *one.memory), (two.y, *two.memory), strict=True):
+            one, two = (remembered(x, slot) for x in (self.eager, self.device))
+            for a, b in zip(one, two, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-            assert self.device._state.logs[slot].committed_len == len(self.texts[slot]) - 1
+            assert self.device._mixer.cursor(slot).length == len(self.texts[slot]) - 1
+
+
+def remembered(drafter: EagleDrafter, slot: int) -> list[torch.Tensor]:
+    """Its last output, and what its mixer has of the slot."""
+    tips, mixer = drafter.model.roots([slot]), drafter.model.mixer
+    kept = mixer._tokens(slot) if isinstance(mixer, AttentionMixer) else ()
+    return [tips.y, *tips.memory, *kept]
 
 
 def game(
-    tmp_path: Path, target: TargetModel, max_nodes: int, /, sizes: dict[str, object] | None = None,
+    tmp_path: Path, target: TargetModel, max_nodes: int, /, sizes: dict[str, object] = SIZES,
     **options: object,
 ) -> Game:  # fmt: skip
-    write_drafter(tmp_path, toy_config(target.info, **{**SIZES, **(sizes or {})}))
+    write_drafter(tmp_path, toy_config(target.info, **sizes))
     return Game(tmp_path, target, max_nodes, {"tau": 50.0, **options})
 
 
 @needs_interpreter
-def test_rounds_on_the_device_and_back(tmp_path: Path, target: TargetModel) -> None:
+@each_mixer
+def test_rounds_on_the_device_and_back(
+    tmp_path: Path, target: TargetModel, sizes: dict[str, object]
+) -> None:
     """Rows that have features, one that has none yet, one with a single token to go, padding;
     then another set of rows in other places, of which one slot is a new row's."""
-    play = game(tmp_path, target, 6, {"draft_vocab_size": 15}, top_k=2, max_depth=3)
+    play = game(tmp_path, target, 6, {**sizes, "draft_vocab_size": 15}, top_k=2, max_depth=3)
     assert isinstance(play.device, ResidentDrafter)
     play.start(1, 7)
     play.start(3, 1)
@@ -202,9 +241,13 @@ def test_rounds_on_the_device_and_back(tmp_path: Path, target: TargetModel) -> N
 
 
 @needs_interpreter
-def test_a_chain_and_rounds_without_drafts(tmp_path: Path, target: TargetModel) -> None:
+@each_mixer
+def test_a_chain_and_rounds_without_drafts(
+    tmp_path: Path, target: TargetModel, sizes: dict[str, object]
+) -> None:
     """Rounds of one node still take in what the target makes of them."""
-    play = game(tmp_path, target, 8, {"fc_norm": False}, top_k=1, max_depth=3, spine=False)
+    sizes = {**sizes, "fc_norm": False}
+    play = game(tmp_path, target, 8, sizes, top_k=1, max_depth=3, spine=False)
     play.start(1, 4)
     for nodes, rounds in ((8, 1), (1, 2), (4, 1)):
         rnd, arrays = play.load([1], nodes)
@@ -216,12 +259,13 @@ def test_a_chain_and_rounds_without_drafts(tmp_path: Path, target: TargetModel) 
 
 
 @needs_interpreter
+@each_mixer
 def test_what_came_while_it_rested(
-    tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, object]
 ) -> None:
     """More tokens than are encoded at once, on top of a path that waits."""
     monkeypatch.setattr("specla.drafters.eagle_buffers.CHUNK", 4)
-    play = game(tmp_path, target, 2, top_k=1, max_depth=1)
+    play = game(tmp_path, target, 2, sizes, top_k=1, max_depth=1)
     assert play.device._max_tokens == 4
     layer = play.device._layer
     assert layer is not None
@@ -236,12 +280,44 @@ def test_what_came_while_it_rested(
     assert play.drafted == 2
 
 
+@needs_interpreter
+@each_mixer
+def test_rows_that_share_a_prompt_and_rest_on_the_device(
+    tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, object]
+) -> None:
+    """A prompt in chunks, copied before its text goes on; more rounds missed than are encoded at
+    once; then the host drafts for the same rows."""
+    monkeypatch.setattr("specla.drafters.eagle_buffers.CHUNK", 4)
+    play = game(tmp_path, target, 8, sizes, top_k=2, max_depth=3)
+    play.start(1, 20, chunk=7)
+    play.fork(1, 3)
+    slots = [3, 1]
+    rnd, arrays = play.load(slots, 8)
+    play.round(slots, rnd, arrays)
+    play.device.launch(arrays, rnd, play.features, depth=1)  # takes in what is to be
+    play.stay(slots, rnd, 7)
+    for _ in range(2):
+        play.round(slots, rnd, arrays)
+    play.device.leave(slots, rnd, play.features)
+    play.check_states(slots)
+    rows = [play.row(slot, rnd, False) for slot in slots]
+    for got, want in zip(play.device.draft(rows), play.eager.draft(rows), strict=True):
+        assert (got.tokens, got.parents) == (want.tokens, want.parents)
+        assert got.logprobs == pytest.approx(want.logprobs, rel=1e-3)
+    play.end(1)
+    assert [tree.num_drafts for tree in play.device.draft(rows)] == [7, 0]
+
+
 def test_what_it_is_refused_for(tmp_path: Path, target: TargetModel) -> None:
-    attention = write_drafter(
-        tmp_path / "a", toy_config(target.info, mixer="attention", num_v_heads=1)
-    )
-    with pytest.raises(ConfigError, match="mixer gdn"):
-        DeviceEagle(path=str(attention))
+    wide = {**ATTENTION, "head_dim": 258, "head_v_dim": 258}
+    with pytest.raises(ConfigError, match="256 numbers, got 258"):
+        DeviceEagle(path=str(write_drafter(tmp_path / "wide", toy_config(target.info, **wide))))
+    attention = write_drafter(tmp_path / "a", toy_config(target.info, **ATTENTION))
+    deep = DeviceEagle(path=str(attention), max_depth=80)
+    with pytest.raises(ConfigError, match="64 tokens of an accepted path, got 128"):
+        deep.bind(target, num_slots=1, max_nodes=100, exact=True)
+    with pytest.raises(ConfigError, match="longest"):
+        DeviceEagle(path=str(attention), longest=0)
     small = write_drafter(tmp_path / "b", toy_config(target.info))
     drafter = DeviceEagle(path=str(small))
     with pytest.raises(KernelUnavailable, match="got 8"):
@@ -267,10 +343,8 @@ def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
     assert form.for_gpu(num_slots=4, max_nodes=16) is form
     nothing_cut = EagleDrafter(path=large, min_survival=0)
     assert isinstance(nothing_cut.for_gpu(num_slots=4, max_nodes=16), DeviceEagle)
-    attention = toy_config(target.info, mixer="attention", num_v_heads=1)
     small = str(write_drafter(tmp_path / "small", toy_config(target.info)))
     cannot = {
-        "mixer gdn": (str(write_drafter(tmp_path / "attention", attention)), {}, 4),
         "got 8": (small, {}, 4),
         r"top_k must be an integer in \[1, 8\]": (large, {"top_k": 9}, 4),
         "1024 rows at once": (large, {"max_depth": 7}, 200),
@@ -284,6 +358,20 @@ def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
         asked = EagleDrafter(path=path, on_device=True, **more)  # type: ignore[arg-type]
         with pytest.raises((ConfigError, KernelUnavailable), match=why):
             asked.for_gpu(num_slots=slots, max_nodes=16)
+
+
+def test_attention_drafts_on_the_device_if_it_is_asked_to(
+    tmp_path: Path, target: TargetModel
+) -> None:
+    path = str(write_drafter(tmp_path, toy_config(target.info, **ATTENTION)))
+    eager = EagleDrafter(path=path)
+    assert eager.for_gpu(num_slots=4, max_nodes=16) is eager
+    assert re.search("^drafted on the host: .*mixer gdn", str(eager.info.fallback))
+    asked = EagleDrafter(path=path, on_device=True, longest=99)
+    form = asked.for_gpu(num_slots=4, max_nodes=16)
+    assert isinstance(form, DeviceEagle)
+    assert (form.info.fallback, form.info.longest) == (None, 99)
+    assert form.info.priced_as.endswith(" on_device")
 
 
 def test_either_form_can_be_asked_for(tmp_path: Path, target: TargetModel) -> None:

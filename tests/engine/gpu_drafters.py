@@ -25,7 +25,8 @@ EAGLE: Sizes = {
     **{"head_dim": 256, "head_v_dim": 256, "draft_vocab_size": 8192},
 }
 BLOCK: Sizes = {"head_dim": 64, "intermediate_size": 512}
-NAMES = ("none", "ngram", "eagle", "block", "dflash", "block+reader")
+ATTENTION: Sizes = {"mixer": "attention", "num_heads": 4, "num_v_heads": 2}
+NAMES = ("none", "ngram", "eagle", "eagle-attention", "block", "dflash", "block+reader")
 
 
 def made(
@@ -35,9 +36,10 @@ def made(
     path, layers = folder / name, target.recurrent.num_layers
     if name in ("none", "ngram"):
         return NoDrafter() if name == "none" else NgramDrafter()
-    if name == "eagle":
+    if name.startswith("eagle"):
         if not path.exists():
-            write_drafter(path, toy_config(target, **eagle))
+            mixer = ATTENTION if "attention" in name else {}
+            write_drafter(path, toy_config(target, **{**eagle, **mixer}))
         return EagleDrafter(path=str(path), tau=50.0, on_device=True)
     if not path.exists():
         some, others = (0, layers // 2), (layers // 2 - 1, layers - 1)

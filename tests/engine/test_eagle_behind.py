@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specla.drafters.base import DraftRow
 from specla.drafters.eagle import EagleDrafter
+from specla.drafters.eagle_mixer import Cursor
 from specla.engine.engine import Engine
 from specla.models.base import TargetModel
 from specla.models.features import Features
@@ -51,20 +52,18 @@ class EagerLayer:
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self._drafter, self._info = drafter, drafter.info
-        self.load([])
+        self.load([], [])
 
     level_bytes = 0
 
-    def load(self, values: Sequence[tuple[int, int, bool]]) -> None:
-        self._started = [started for _, _, started in values]
-        self._fed = self._encoded = [0] * len(values)
+    def load(self, cursors: Sequence[Cursor], started: Sequence[bool]) -> None:
+        self._started, self._fed = list(started), [0] * len(started)
 
     def read(self, num_rows: int) -> list[list[int]]:
-        """The eager drafter has moved its logs by itself; said as a device would."""
-        logs = [self._drafter.model.mixer.state.logs[slot] for slot in self._drafter._base]  # type: ignore[attr-defined]
+        """The eager drafter has moved its slots by itself; said as a device would."""
+        slots, mixer = self._drafter._entered, self._drafter._mixer  # type: ignore[attr-defined]
         return [
-            [log.bank, len(log.path), self._started[b], self._fed[b], self._encoded[b]]
-            for b, log in enumerate(logs)
+            [*mixer.cursor(slot), self._started[b], self._fed[b]] for b, slot in enumerate(slots)
         ]
 
     def resume(self) -> None:
@@ -76,7 +75,6 @@ class EagerLayer:
         """On top of what the device has."""
         assert len(given) == sum(map(len, tokens))
         self._drafter.model.encode(slots, tokens, given)
-        self._encoded = [n + len(x) for n, x in zip(self._encoded, tokens, strict=True)]
         self._started = [True] * len(tokens)
 
     def __call__(self, arrays: RowArrays, rnd: DeviceRound, features: Tensor, depth: int) -> None:
@@ -98,7 +96,6 @@ class EagerLayer:
                 given = torch.cat([layer[at] for layer in room], dim=-1)
                 drafter.model.encode([slots[b]], [tokens], given)
                 self._started[b] = True
-        self._encoded = [n + more for n, more in zip(self._encoded, lengths, strict=True)]
         self._fed = [int(bool(rnd.num_nodes[b]) or self._fed[b]) for b in range(len(slots))]
         wanted = [b for b in live if depth and self._started[b] and arrays.remaining[b] > 1]
         rows = [
@@ -292,8 +289,13 @@ def test_the_engine_takes_the_form_that_its_device_has(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRET, reason="its target is a CPU's")
-def test_the_kernels_rounds(tmp_path: Path, target: TargetModel) -> None:
-    path = folder(tmp_path, target, head_dim=64, head_v_dim=128)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"head_dim": 64, "head_v_dim": 128}, {"mixer": "attention", "num_heads": 4, "head_dim": 32}],
+    ids=["gdn", "attention"],
+)
+def test_the_kernels_rounds(tmp_path: Path, target: TargetModel, sizes: dict[str, object]) -> None:
+    path = folder(tmp_path, target, **sizes)
     engine = make_engine(target, DeviceEagle(path=path, **OPTIONS), slots=2, nodes=4)  # type: ignore[arg-type]
     rounds = resident(engine)
     requests = [request("loop", LOOP, seed=2, max_tokens=12), FREE[2], FREE[7]]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from behind import Turns
 from eagle_toy import toy_config, write_drafter
-from test_eagle_device import Game
+from test_eagle_device import Game, remembered
 from test_gpu_free import no_waiting
 
 from specla.bench.random_model import RandomGDN, gdn_1_3b
@@ -47,8 +47,17 @@ def target(layers: int, dtype: torch.dtype) -> RandomGDN:
     return gdn_1_3b(layers=layers, dtype=dtype)
 
 
-def folder(tmp_path: Path, model: RandomGDN) -> str:
-    return str(write_drafter(tmp_path, toy_config(model.info, **SIZES)))
+# Four query heads per key head.
+ATTENTION = {
+    **SIZES,
+    **{"mixer": "attention", "num_heads": 8, "num_v_heads": 2},
+    **{"head_dim": 128, "head_v_dim": 128},
+}
+each_mixer = pytest.mark.parametrize("sizes", [SIZES, ATTENTION], ids=["gdn", "attention"])
+
+
+def folder(tmp_path: Path, model: RandomGDN, sizes: dict[str, object] = SIZES) -> str:
+    return str(write_drafter(tmp_path, toy_config(model.info, **sizes)))
 
 
 class Counting(Game):
@@ -65,11 +74,12 @@ class Counting(Game):
         self.most += max(map(len, paths))
 
 
-def test_the_trees_are_the_eager_drafters(tmp_path: Path) -> None:
+@each_mixer
+def test_the_trees_are_the_eager_drafters(tmp_path: Path, sizes: dict[str, object]) -> None:
     """In float32; sums in another order may settle a near tie otherwise."""
     model = target(2, torch.float32)
     options: dict[str, object] = {"tau": 50.0, "top_k": 4, "max_depth": 5}
-    play = Counting(Path(folder(tmp_path, model)), model, 16, options)
+    play = Counting(Path(folder(tmp_path, model, sizes)), model, 16, options)
     slots = [1, 2, 3]
     for slot, prompt in zip(slots, (70, 1, 9), strict=True):
         play.start(slot, prompt)
@@ -118,12 +128,13 @@ class Launched(NamedTuple):
     replay: Callable[[], None]
 
 
+@each_mixer
 def test_what_is_taken_in_at_once_is_what_is_launched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, object]
 ) -> None:
     """Graphs over other rows and tokens each time leave the bytes of their launches."""
     model = target(2, torch.bfloat16)
-    path = folder(tmp_path, model)
+    path = folder(tmp_path, model, sizes)
     width = len(EagleDrafter(path=path).feature_layers) * model.info.hidden_size
     generator = torch.Generator("cuda").manual_seed(0)
     features = torch.randn(64, width, generator=generator, device="cuda").bfloat16()
@@ -137,8 +148,7 @@ def test_what_is_taken_in_at_once_is_what_is_launched(
         for slots, counts in rounds:
             tokens = [[3 * n + i for i in range(n)] for n in counts]
             drafter._take_in(slots, tokens, torch.cat([features[:n] for n in counts]))
-        tips = drafter.model.roots([1, 2, 3])
-        return [x.clone() for x in (tips.y, *tips.memory)]
+        return [x.clone() for slot in (1, 2, 3) for x in remembered(drafter, slot)]
 
     replayed = left()
     monkeypatch.setattr(
@@ -176,19 +186,23 @@ def decode(
     return tokens, {name: c.speculation for name, c in done.items()}
 
 
-def test_no_token_changes_and_runs_repeat(tmp_path: Path) -> None:
+@each_mixer
+def test_no_token_changes_and_runs_repeat(tmp_path: Path, sizes: dict[str, object]) -> None:
     plain, _ = decode(NoDrafter(), 1)
-    path = folder(tmp_path, target(6, torch.bfloat16))
-    one, two = (decode(EagleDrafter(path=path), 16) for _ in "ab")
+    path = folder(tmp_path, target(6, torch.bfloat16), sizes)
+    one, two = (decode(EagleDrafter(path=path, on_device=True), 16) for _ in "ab")
     assert one[0] == plain
     assert one == two
 
 
-def test_shapes_and_rest_by_turns_change_no_token(tmp_path: Path) -> None:
+@each_mixer
+def test_shapes_and_rest_by_turns_change_no_token(
+    tmp_path: Path, sizes: dict[str, object]
+) -> None:
     plain, _ = decode(NoDrafter(), 1)
-    path = folder(tmp_path, target(6, torch.bfloat16))
+    path = folder(tmp_path, target(6, torch.bfloat16), sizes)
     turns = Shape(16, 6), Shape(1, 0), Shape(8, 4), Shape(2, 1), Shape(1, 0), Shape(16, 4)
-    one, two = (decode(EagleDrafter(path=path), 16, turns) for _ in "ab")
+    one, two = (decode(EagleDrafter(path=path, on_device=True), 16, turns) for _ in "ab")
     assert one[0] == plain
     assert one == two
 
@@ -248,20 +262,21 @@ def test_a_row_alone_goes_on_in_another_shape(
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    ("kind", "sizes"),
     [
-        (DeviceEagle, {}),
-        (EagleDrafter, {}),
-        (EagleDrafter, {"mixer": "attention", "num_v_heads": 2, "head_v_dim": 256}),
+        (DeviceEagle, SIZES),
+        (EagleDrafter, SIZES),
+        (DeviceEagle, ATTENTION),
+        (EagleDrafter, ATTENTION),
     ],
-    ids=["device", "host", "attention"],
+    ids=["device", "host", "device-attention", "host-attention"],
 )
 def test_no_prompt_waits(
-    kind: type[EagleDrafter], changes: dict[str, object], tmp_path: Path
+    kind: type[EagleDrafter], sizes: dict[str, object], tmp_path: Path
 ) -> None:
     """Not even on the host, or prompts of a batch would not be side by side in the target."""
     model = target(2, torch.bfloat16)
-    drafter = kind(path=str(write_drafter(tmp_path, toy_config(model.info, **SIZES | changes))))
+    drafter = kind(path=folder(tmp_path, model, sizes))
     drafter.bind(model, num_slots=4, max_nodes=16, exact=True)
     width = model.info.hidden_size * len(drafter.feature_layers)
     features = torch.zeros(1025, width, dtype=torch.bfloat16, device="cuda")

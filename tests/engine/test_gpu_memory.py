@@ -84,12 +84,14 @@ APPLY, APPLY_STREAM = {"triton_wy._apply_kernel"}, {"triton_wy_stream._stream_ke
 FUSED = {"triton_wy_solve.mask_kernel", "triton_wy_fused._fused_kernel"}
 GROW = {"triton_grow._top_kernel", "triton_grow._extend_kernel"}
 BLOCKS = {f"triton_block._{name}_kernel" for name in ("begin", "append", "attend", "combine")}
+EAGLES = GROW | {
+    f"triton_eagle._{name}_kernel" for name in ("begin", "features", "inputs", "settle")
+}
+BRANCH = {"triton_branch._branch_kernel"}
 DRAFTERS = {
     "ngram": {"ngram_device._draft_kernel"},
-    "eagle": {
-        *(f"triton_eagle._{name}_kernel" for name in ("begin", "features", "inputs")),
-        *("triton_eagle._settle_kernel", "triton_eagle._mix_kernel", *GROW),
-    },
+    "eagle": EAGLES | {"triton_eagle._mix_kernel"},
+    "eagle-attention": EAGLES | BLOCKS - {"triton_block._begin_kernel"} | BRANCH,
     "block": BLOCKS | GROW,
     "dflash": BLOCKS | {"triton_grow._top_kernel", "triton_marginals._best_first_kernel"},
     "block+reader": BLOCKS | GROW | {"triton_reader._read_kernel", "triton_reader._ask_kernel"},

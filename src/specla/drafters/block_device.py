@@ -29,6 +29,7 @@ from specla.drafters.eagle_buffers import Limits, check_limits
 from specla.drafters.eagle_device import MAX_TOP_K
 from specla.drafters.options import require, require_int
 from specla.drafters.reader_device import DeviceReader
+from specla.drafters.triton_block import MAX_BLOCK, MAX_HEAD
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.models.features import Features
@@ -37,11 +38,6 @@ from specla.ops.gemm import GROUP, MAX_ROWS
 from specla.state import State
 from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
-
-MAX_BLOCK = 64
-"""Positions of a block: one tile of keys."""
-MAX_HEAD = 256
-"""Width of a head: a tile of keys and one of values fit a multiprocessor."""
 
 
 class DeviceBlock(GraphBlock):

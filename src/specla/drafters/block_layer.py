@@ -159,8 +159,9 @@ class BlockLayer(Chain):
         kv = self._take("kv", num_flat, self._kv.weight.shape[0])
         self._kv(c, kv)
         kernels.append(
-            kv, given, rnd.slot, self._k_norms, self._turns, self._kept, self._eps, pdl=self._pdl
-        )
+            kv, rnd.slot, given.start, given.count, self._k_norms, self._turns, self._kept,
+            self._eps, pdl=self._pdl,
+        )  # fmt: skip
 
     def _outputs(self, rnd: DeviceRound, given: kernels.Given, cursors: kernels.Cursors) -> Tensor:
         """Normed outputs [B * block, D] of the blocks."""
@@ -180,9 +181,9 @@ class BlockLayer(Chain):
             layer.qkv(h, y)
             o = self._take("o", num_flat, layer.o.weight.shape[1])
             kernels.attend(
-                y, given, rnd.slot, cursors, w.q_norm, w.k_norm, self._turns, self._kept[i], parts,
-                o, self._eps, window=self._windows[i], causal=self._config.causal(i),
-                pdl=self._pdl,
+                y, rnd.slot, cursors.length, given.size, (w.q_norm, w.k_norm), self._turns,
+                self._kept[i], parts, o, self._eps, window=self._windows[i],
+                causal=self._config.causal(i), pdl=self._pdl,
             )  # fmt: skip
             layer.o(o, self.partials)
             self._add(x, layer.o, w.mlp_norm, h)

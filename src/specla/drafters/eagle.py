@@ -23,7 +23,7 @@ from specla.drafters.agreement import check_tokenizer
 from specla.drafters.base import Drafter, DrafterInfo, DraftRow, Observation
 from specla.drafters.eagle_config import check_target
 from specla.drafters.eagle_files import load_weights, read_config
-from specla.drafters.eagle_model import EagleModel
+from specla.drafters.eagle_model import EagleModel, EagleWeights
 from specla.drafters.grow import Growing
 from specla.drafters.options import (
     described,
@@ -63,7 +63,8 @@ class EagleDrafter:
             graph every level is launched, as with 0, so that a drafter with another one drafts on
             the host.
         on_device: draft inside the round's graph (`eagle_device`), which needs a GPU; None: there,
-            if its kernels can do it.
+            if its kernels can do it, with mixer gdn.
+        longest: there, most tokens of a row that it drafts for with mixer attention.
 
     Raises:
         ConfigError: an option is out of range, or there is no drafter at `path`.
@@ -80,6 +81,7 @@ class EagleDrafter:
         spine: bool = True,
         min_survival: float | None = None,
         on_device: bool | None = None,
+        longest: int = 4096,
     ) -> None:
         require_int("top_k", top_k, 1, 64)
         require_int("max_depth", max_depth, 1, 1023)
@@ -90,7 +92,8 @@ class EagleDrafter:
         require_number("min_survival", min_survival, 0, 1)
         if on_device is not None:
             require_flag("on_device", on_device)
-        self._on_device = on_device
+        require_int("longest", longest, 1, 1 << 20)
+        self._on_device, self._longest = on_device, longest
         self._folder = Path(path)
         self.config = read_config(self._folder)
         self.feature_layers = self.config.target_layer_ids
@@ -126,9 +129,14 @@ class EagleDrafter:
         try:
             if self._cuts:
                 raise ConfigError("min_survival is for drafting on the host; leave it out")
+            if self.config.mixer != "gdn" and not self._on_device:
+                raise ConfigError(
+                    f"drafting on the device needs mixer gdn, {self._folder} has "
+                    f"{self.config.mixer}, which does so with on_device=True only"
+                )
             other = DeviceEagle(
                 path=str(self._folder), top_k=self._top_k, max_depth=self.info.max_depth,
-                tau=self._tau, spine=self._spine,
+                tau=self._tau, spine=self._spine, longest=self._longest,
             )  # fmt: skip
             other.check_room(num_slots=num_slots, max_nodes=max_nodes)
         except (ConfigError, KernelUnavailable) as error:
@@ -144,8 +152,7 @@ class EagleDrafter:
             raise ConfigError("on_device=True needs a GPU; leave it out, or use --device cuda")
         check_target(self.config, model.info, str(self._folder))
         weights = load_weights(self._folder, self.config, model)
-        room = self._room(num_slots, max_nodes)
-        self._model = EagleModel(self.config, weights, num_slots=num_slots, max_nodes=room)
+        self._model = self._made(weights, num_slots, max_nodes)
         if exact and model.device.type == "cpu":
             self._model.check_rows()
 
@@ -159,7 +166,7 @@ class EagleDrafter:
     def draft(self, rows: Sequence[DraftRow]) -> list[DraftTree]:
         """One tree per row, with log-probabilities."""
         self._encode([row.slot for row in rows])
-        wanted = [row for row in rows if row.max_drafts and row.slot in self._started]
+        wanted = [row for row in rows if row.max_drafts and self._drafts_for(row.slot)]
         trees = {row.slot: tree for row, tree in zip(wanted, self._grow(wanted), strict=True)}
         return [trees.get(row.slot) or DraftTree.root(row.tokens[-1]) for row in rows]
 
@@ -230,9 +237,12 @@ class EagleDrafter:
         """Tokens of a slot that may wait to be encoded."""
         return MOST_WAITING
 
-    def _room(self, num_slots: int, max_nodes: int) -> int:
-        """Nodes per slot in a state of its own."""
-        return max_nodes
+    def _drafts_for(self, slot: int) -> bool:
+        """Whether there is an output to grow from."""
+        return slot in self._started
+
+    def _made(self, weights: EagleWeights, num_slots: int, max_nodes: int) -> EagleModel:
+        return EagleModel(self.config, weights, num_slots=num_slots, max_nodes=max_nodes)
 
     @property
     def _max_tokens(self) -> int:

@@ -3,6 +3,7 @@
 
 Keys and values of a slot's tokens are kept and grow with the text (unlike the recurrent mixer's
 state); a drafted path carries its own. Row by row: reductions run over as many keys as a text has.
+`KeptAttention` has them where a device's kernels look for them (`eagle_attention_device`).
 
 Source: EAGLE-3 (arXiv 2503.01840); rotary embedding (arXiv 2104.09864), halves rotated as in
 transformers' Llama.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specla.drafters.eagle_mixer import Memory
+from specla.drafters.eagle_mixer import Cursor, Memory
 from specla.ops.linear import Linear
 
 MAX_TOKENS = 1 << 20
@@ -71,11 +72,9 @@ class AttentionMixer:
 
     def prefill(self, slot: int, x: Tensor) -> Tensor:
         """A run of tokens: each attends to those before it and to itself."""
-        keys, values = self._cache[slot]
-        start, count = len(keys), len(x)
+        start, count = len(self._tokens(slot)[0]), len(x)
         q, k, v = self._project(x, torch.arange(start, start + count, device=x.device))
-        keys, values = torch.cat([keys, k]), torch.cat([values, v])
-        self._cache[slot] = keys, values
+        keys, values = self._append(slot, k, v)
         seen = torch.ones(count, len(keys), dtype=torch.bool, device=x.device).tril(start)
         return self._attend(q, keys, values, seen)
 
@@ -87,7 +86,7 @@ class AttentionMixer:
     def roots(self, slots: Sequence[int]) -> Memory:
         """Paths without a token of their own."""
         device = self._like.device
-        ends = [len(self._cache[slot][0]) for slot in slots]
+        ends = [len(self._tokens(slot)[0]) for slot in slots]
         keys, values = (part.new_zeros(len(slots), *part.shape) for part in self._empty())
         return torch.tensor(slots, device=device), torch.tensor(ends, device=device), keys, values
 
@@ -99,10 +98,20 @@ class AttentionMixer:
         path_v = torch.cat([above_v, v.unsqueeze(1)], dim=1)
         rows = []
         for i, slot in enumerate(slots.tolist()):
-            keys, values = self._cache[slot]
+            keys, values = self._tokens(slot)
             both = torch.cat([keys, path_k[i]]), torch.cat([values, path_v[i]])
             rows.append(self._attend(q[i : i + 1], *both, None))
         return torch.cat(rows), (slots, positions + 1, path_k, path_v)
+
+    def _tokens(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, H, hd] of a slot's tokens."""
+        return self._cache[slot]
+
+    def _append(self, slot: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """New tokens behind the others; all of them."""
+        keys, values = self._cache[slot]
+        self._cache[slot] = torch.cat([keys, k]), torch.cat([values, v])
+        return self._cache[slot]
 
     def _empty(self) -> tuple[Tensor, Tensor]:
         width = self._like.shape[0] // self._kv_heads
@@ -124,3 +133,66 @@ class AttentionMixer:
         keys, values = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
         o = scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=seen)
         return self.linears["o_proj"](o.transpose(0, 1).flatten(1).contiguous())
+
+
+class KeptAttention(AttentionMixer):
+    """`AttentionMixer` with every slot's keys and values at fixed addresses, in room for `longest`
+    tokens. A slot that grows longer only counts, and nothing is drafted for it: its outputs are
+    zero.
+
+    kept: [2, slots, longest, H, hd], keys before values.
+    """
+
+    def __init__(
+        self, weights: dict[str, Tensor], *, heads: int, kv_heads: int, theta: float,
+        num_slots: int, longest: int,
+    ) -> None:  # fmt: skip
+        super().__init__(weights, heads=heads, kv_heads=kv_heads, theta=theta, num_slots=num_slots)
+        self.longest = longest
+        width = self._like.shape[0] // kv_heads
+        self.kept = self._like.new_zeros(2, num_slots + 1, longest, kv_heads, width)
+        self._lengths = [0] * (num_slots + 1)
+
+    def reset(self, slot: int) -> None:
+        """What is past a slot's length is not seen."""
+        self._lengths[slot] = 0
+
+    def copy(self, slot: int, to: int) -> None:
+        """Of its own: it goes on being written."""
+        self._lengths[to] = self._lengths[slot]
+        end = min(self._lengths[slot], self.longest)
+        self.kept[:, to, :end] = self.kept[:, slot, :end]
+
+    def slot_bytes(self, slot: int) -> int:
+        """All that there is room for."""
+        return self.kept[:, slot].nbytes
+
+    def prefill(self, slot: int, x: Tensor) -> Tensor:
+        """A run of tokens, if there is room for it."""
+        if self._lengths[slot] + len(x) <= self.longest:
+            return super().prefill(slot, x)
+        self._lengths[slot] += len(x)
+        return x.new_zeros(len(x), self.linears["o_proj"].weight.shape[0])
+
+    def cursor(self, slot: int) -> Cursor:
+        """See `eagle_mixer.DeviceMixer`."""
+        return Cursor(0, 0, self._lengths[slot])
+
+    def follow(self, slot: int, cursor: Cursor) -> None:
+        """See `eagle_mixer.DeviceMixer`."""
+        self._lengths[slot] = cursor.length
+
+    def commit(self, slot: int, count: int) -> None:
+        """See `eagle_mixer.DeviceMixer`."""
+        self._lengths[slot] += count
+
+    def _tokens(self, slot: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.kept[:, slot, : self._lengths[slot]]
+        return keys, values
+
+    def _append(self, slot: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        start = self._lengths[slot]
+        self._lengths[slot] += len(k)
+        for kept, new in zip(self.kept[:, slot], (k, v), strict=True):
+            kept[start : start + len(new)] = new
+        return self._tokens(slot)

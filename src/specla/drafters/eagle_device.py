@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE-GDN drafter inside a round's CUDA graph: `drafters.eagle` without the host.
+"""The EAGLE drafter inside a round's CUDA graph: `drafters.eagle` without the host.
 
 Joins and rounds that the host takes part in stay with `EagleDrafter`: `enter` brings its state up
 to date before the rows' rounds go to the device, `leave` takes the cursors back. What is launched
-in between: `eagle_layer`; for prompts: `eagle_prefill`.
+in between: `eagle_layer`; for prompts with mixer gdn: `eagle_prefill`.
+
+With attention a row of more than `longest` tokens drafts nothing from then on, there or on the
+host: keys and values have room for no more.
 
 Bits are not the host's and depend on the batch: products, sums and their order are other ones.
 A drafter's bits may (rule M accepts losslessly whatever is proposed); the same batch gives the
@@ -21,16 +24,17 @@ from torch import Tensor
 from specla.config import prefill_kernels
 from specla.drafters.eagle import EagleDrafter
 from specla.drafters.eagle_buffers import Limits, check_limits
-from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_layer import EagleLayer
+from specla.drafters.eagle_mixer import Cursor, DeviceMixer
+from specla.drafters.eagle_model import EagleModel, EagleWeights
 from specla.drafters.eagle_prefill import EaglePrompts
 from specla.drafters.options import require_int
+from specla.drafters.triton_block import MAX_BLOCK, MAX_HEAD
 from specla.errors import ConfigError
 from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.models.gdn_fused import check_shape
 from specla.ops.contract import DeviceRound, RowArrays
-from specla.state import State
 from specla.state.rounds import bucket
 
 MAX_TOP_K = 8
@@ -41,7 +45,7 @@ class DeviceEagle(EagleDrafter):
     """`EagleDrafter` whose rounds on a GPU need no host; the same options, top_k up to MAX_TOP_K.
 
     Raises:
-        ConfigError: another option out of range, or its mixer is not "gdn".
+        ConfigError: another option out of range, or attention's heads are too wide.
     """
 
     def __init__(
@@ -52,22 +56,22 @@ class DeviceEagle(EagleDrafter):
         max_depth: int = 6,
         tau: float = 6.0,
         spine: bool = True,
+        longest: int = 4096,
     ) -> None:
         require_int("top_k", top_k, 1, MAX_TOP_K)
         super().__init__(
-            path=path, top_k=top_k, max_depth=max_depth, tau=tau, spine=spine, min_survival=0
-        )
-        if self.config.mixer != "gdn":
-            raise ConfigError(
-                f"drafting on the device needs mixer gdn, {path} has {self.config.mixer}; leave "
-                "on_device out"
-            )
+            path=path, top_k=top_k, max_depth=max_depth, tau=tau, spine=spine, min_survival=0,
+            longest=longest,
+        )  # fmt: skip
+        self._attends = self.config.mixer == "attention"
+        if self._attends:
+            self._refuse("heads of at most", MAX_HEAD, "numbers", self.config.head_dim)
         variant = f"{self.info.variant} on_device"
-        self.info = replace(self.info, variant=variant)
+        self.info = replace(self.info, variant=variant, longest=longest if self._attends else None)
         self._layer: EagleLayer | None = None
         self._prompts: EaglePrompts | None = None
-        # Committed tokens of the rows on the device when they came, by slot.
-        self._base: dict[int, int] = {}
+        self._entered: list[int] = []
+        """Slots of the rows on the device, by place."""
 
     def for_gpu(self, *, num_slots: int, max_nodes: int) -> DeviceEagle:
         """It is that form."""
@@ -78,10 +82,21 @@ class DeviceEagle(EagleDrafter):
 
         Raises:
             KernelUnavailable: head dimensions that the kernels do not have.
-            ConfigError: more rows in a launch than the products take.
+            ConfigError: more rows in a launch than the products take, or paths longer than a tile.
         """
-        check_shape(self.config.recurrent)
-        check_limits(self._limits(num_slots, max_nodes))
+        limits = self._limits(num_slots, max_nodes)
+        if self._attends:
+            self._refuse("at most", MAX_BLOCK, "tokens of an accepted path", limits.path)
+        else:
+            check_shape(self.config.recurrent)
+        check_limits(limits)
+
+    def _refuse(self, what: str, most: int, of: str, given: int) -> None:
+        if given > most:
+            raise ConfigError(
+                f"drafting with attention on the device takes {what} {most} {of}, got {given}; "
+                "leave on_device out"
+            )
 
     def bind(self, model: TargetModel, *, num_slots: int, max_nodes: int, exact: bool) -> None:
         """Also make room on the device; see `check_room`."""
@@ -90,14 +105,17 @@ class DeviceEagle(EagleDrafter):
         self._layer = EagleLayer(self.model, self._limits(num_slots, max_nodes))
         self.info = replace(self.info, level_bytes=self._layer.level_bytes)
         if model.device.type == "cuda":
-            recurrence, _ = prefill_kernels(str(model.dtype).removeprefix("torch."))
-            # The torch recurrence has not been captured anywhere.
-            self._prompts = EaglePrompts(
-                self.model, self._layer.gate_up, recurrence, graphs=recurrence == "fla"
-            )
             # What an engine would otherwise wait for in the middle of a text.
-            self._prompts.compile()
             self._layer.compile()
+            if not self._attends:
+                self._prompts = self._prompt_kernels(model, self._layer)
+
+    def _prompt_kernels(self, model: TargetModel, layer: EagleLayer) -> EaglePrompts:
+        recurrence, _ = prefill_kernels(str(model.dtype).removeprefix("torch."))
+        # The torch recurrence has not been captured anywhere.
+        prompts = EaglePrompts(self.model, layer.gate_up, recurrence, graphs=recurrence == "fla")
+        prompts.compile()
+        return prompts
 
     def _limits(self, num_slots: int, max_nodes: int) -> Limits:
         depth = min(self.info.max_depth, max_nodes - 1)
@@ -122,21 +140,17 @@ class DeviceEagle(EagleDrafter):
         """See `ResidentDrafter`."""
         assert self._layer is not None, "bind() first"
         self._encode(slots)
-        logs = [self._state.logs[slot] for slot in slots]
-        self._base = {s: x.committed_len for s, x in zip(slots, logs, strict=True)}
-        values = [
-            (x.bank, len(x.path), s in self._started) for s, x in zip(slots, logs, strict=True)
-        ]
-        self._layer.load(values)
+        self._entered = list(slots)
+        cursors = [self._mixer.cursor(slot) for slot in slots]
+        self._layer.load(cursors, [slot in self._started for slot in slots])
 
     @torch.inference_mode()
     def catch_up(self, tokens: Sequence[Sequence[int]], features: Tensor) -> None:
         """See `PatientDrafter`."""
         assert self._layer is not None, "bind() first"
-        slots = list(self._base)
         self._layer.resume()
         for rows, part in _in_parts(tokens, features, self._max_tokens):
-            self._layer.take_in(slots, None, rows, part)
+            self._layer.take_in(self._entered, None, rows, part)
 
     @torch.inference_mode()
     def leave(self, slots: Sequence[int | None], rnd: DeviceRound, features: Features) -> None:
@@ -149,9 +163,8 @@ class DeviceEagle(EagleDrafter):
         for b, slot in enumerate(slots):
             if slot is None or not live[b]:
                 continue
-            bank, path_len, started, fed, encoded = cursors[b]
-            committed = self._base[slot] + encoded - path_len
-            self._state.logs[slot].follow(committed, bank=bank, ring_len=0, path=range(path_len))
+            *cursor, started, fed = cursors[b]
+            self._mixer.follow(slot, Cursor(*cursor))
             self._started |= {slot} if started else set()
             if fed:
                 path = paths[b][: lengths[b]]
@@ -174,8 +187,16 @@ class DeviceEagle(EagleDrafter):
         """What is more is encoded now, while the device is busy with the next round."""
         return self._max_tokens
 
-    def _room(self, num_slots: int, max_nodes: int) -> int:
-        return self._limits(num_slots, max_nodes).room
+    def _drafts_for(self, slot: int) -> bool:
+        """Nor is the row too long."""
+        fits = not self._attends or self._mixer.cursor(slot).length <= self._longest
+        return fits and super()._drafts_for(slot)
+
+    def _made(self, weights: EagleWeights, num_slots: int, max_nodes: int) -> EagleModel:
+        room = self._limits(num_slots, max_nodes).room
+        return EagleModel(
+            self.config, weights, num_slots=num_slots, max_nodes=room, longest=self._longest
+        )
 
     @property
     def _max_tokens(self) -> int:
@@ -187,17 +208,16 @@ class DeviceEagle(EagleDrafter):
     ) -> None:
         """By the round's own kernels: a few launches instead of a hundred operations."""
         assert self._layer is not None, "bind() first"
-        logs = [self._state.logs[slot] for slot in slots]
-        cursors = [(log.bank, len(log.path)) for log in logs]
+        cursors = [self._mixer.cursor(slot) for slot in slots]
         self._layer.take_in(slots, cursors, tokens, features)
-        for log, row in zip(logs, tokens, strict=True):
-            log.commit(tuple(range(len(row))))
+        for slot, row in zip(slots, tokens, strict=True):
+            self._mixer.commit(slot, len(row))
 
     @property
-    def _state(self) -> State:
+    def _mixer(self) -> DeviceMixer:
         mixer = self.model.mixer
-        assert isinstance(mixer, GdnMixer)
-        return mixer.state
+        assert isinstance(mixer, DeviceMixer)
+        return mixer
 
 
 def _in_parts(

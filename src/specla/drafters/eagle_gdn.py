@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specla.drafters.eagle_mixer import Memory
+from specla.drafters.eagle_mixer import Cursor, Memory
 from specla.models.gdn_decoder import Block
 from specla.ops import conv, gdn
 from specla.ops.contract import RecurrentShape
@@ -109,6 +109,21 @@ class GdnMixer:
 
         y = self._block.mix(x, convolve, recur)
         return y, (S, below[0])
+
+    def cursor(self, slot: int) -> Cursor:
+        """See `eagle_mixer.DeviceMixer`."""
+        log = self.state.logs[slot]
+        return Cursor(log.bank, len(log.path), log.committed_len)
+
+    def follow(self, slot: int, cursor: Cursor) -> None:
+        """See `eagle_mixer.DeviceMixer`."""
+        before = cursor.length - cursor.path_len
+        path = range(cursor.path_len)
+        self.state.logs[slot].follow(before, bank=cursor.bank, ring_len=0, path=path)
+
+    def commit(self, slot: int, count: int) -> None:
+        """See `eagle_mixer.DeviceMixer`."""
+        self.state.logs[slot].commit(tuple(range(count)))
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.state.device)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -49,4 +49,29 @@ class Mixer(Protocol):
 
     def step(self, memory: Memory, source: Sequence[int], x: Tensor) -> tuple[Tensor, Memory]:
         """One token below each of some paths: x[i] below path source[i]. No slot changes."""
+        ...
+
+
+class Cursor(NamedTuple):
+    """Where a slot is, as a device is told: `triton_eagle.Cursors`."""
+
+    bank: int
+    path_len: int
+    length: int
+
+
+@runtime_checkable
+class DeviceMixer(Mixer, Protocol):
+    """One whose slots the kernels of `eagle_layer` also write. Their host's side."""
+
+    def cursor(self, slot: int) -> Cursor:
+        """Of what is encoded."""
+        ...
+
+    def follow(self, slot: int, cursor: Cursor) -> None:
+        """Rounds on the device have brought the slot there."""
+        ...
+
+    def commit(self, slot: int, count: int) -> None:
+        """`take_in` was launched over so many more tokens."""
         ...

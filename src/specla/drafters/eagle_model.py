@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specla.drafters.eagle_attention import AttentionMixer
+from specla.drafters.eagle_attention import AttentionMixer, KeptAttention
 from specla.drafters.eagle_config import EagleConfig
 from specla.drafters.eagle_gdn import GdnMixer
 from specla.drafters.eagle_mixer import Memory, Mixer
@@ -63,13 +64,16 @@ class EagleModel:
 
     Args:
         num_slots, max_nodes: as the target's state has them.
+        longest: tokens per slot that attention has room for, at fixed addresses; None: it makes
+            room as texts grow.
     """
 
     def __init__(
-        self, config: EagleConfig, weights: EagleWeights, *, num_slots: int, max_nodes: int
-    ) -> None:
+        self, config: EagleConfig, weights: EagleWeights, *, num_slots: int, max_nodes: int,
+        longest: int | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.weights = config, weights
-        self.mixer = _mixer(config, weights, num_slots=num_slots, max_nodes=max_nodes)
+        self.mixer = _mixer(config, weights, num_slots, max_nodes, longest)
         self._linears = {
             "fc": Linear(weights.fc),
             "gate_up": Linear(weights.gate_up),
@@ -169,13 +173,16 @@ class EagleModel:
         return r + self._linears["down"](swiglu(hidden))
 
 
-def _mixer(config: EagleConfig, w: EagleWeights, *, num_slots: int, max_nodes: int) -> Mixer:
+def _mixer(
+    config: EagleConfig, w: EagleWeights, num_slots: int, max_nodes: int, longest: int | None
+) -> Mixer:
     if isinstance(w.mixer, BlockWeights):
         block = Block(w.mixer, config.recurrent, eps=config.norm_eps, gated=True, beta_scale=1.0)
         return GdnMixer(
             block, config.recurrent, num_slots=num_slots, max_nodes=max_nodes, like=w.fc
         )
-    return AttentionMixer(
+    make = AttentionMixer if longest is None else partial(KeptAttention, longest=longest)
+    return make(
         w.mixer,
         heads=config.num_heads,
         kv_heads=config.num_v_heads,

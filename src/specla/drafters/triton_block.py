@@ -34,6 +34,10 @@ LEAST = 16
 """Rows and columns that a product of tiles must have."""
 WIDE = 512
 """Bytes of a head above which two tiles of keys and values do not fit a multiprocessor."""
+MAX_BLOCK = 64
+"""Positions of a block: one tile of keys."""
+MAX_HEAD = 256
+"""Width of a head: a tile of keys and one of values fit a multiprocessor."""
 PARTS, UNDIVIDED = 8, 512
 """Parts of a context, where there is room for more tokens than the second."""
 _INF = tl.constexpr(float("inf"))
@@ -77,6 +81,11 @@ def num_parts(room: int) -> int:
 def stages_for(head: int) -> int:
     """Of `attend`'s pipeline, for heads of so many bytes."""
     return 1 if head > WIDE else 3
+
+
+def warps_for(queries: int, width: int) -> int:
+    """Of a program with so many queries of heads [width]."""
+    return 4 if queries * width <= 32 * 128 else 8
 
 
 def begin(
@@ -123,27 +132,29 @@ def begin(
 
 def append(
     kv: Tensor,
-    given: Given,
     slot: Tensor,
-    norms: Tensor,
+    start: Tensor,
+    count: Tensor,
+    norms: Tensor | None,
     turns: Tensor,
     kept: Tensor,
     eps: float,
     *,
     pdl: bool = False,
 ) -> None:
-    """kv [B * P, layers * 2 H d], per layer keys before values -> kept. norms [layers, d]: of
-    keys. What is past the caches' end is dropped."""
+    """kv [B * P, layers * 2 H d], per layer keys before values, of any row stride -> kept, from
+    position start [B] on, the first count [B] of each row. norms [layers, d]: of keys, if they
+    have any. What is past the caches' end is dropped."""
     layers, _, _, room, heads, width = kept.shape
     num_rows = slot.shape[0]
     _append_kernel[(num_rows, layers * heads)](
         kv,
-        norms,
+        kv if norms is None else norms,
         turns,
         kept,
         slot,
-        given.start,
-        given.count,
+        start,
+        count,
         room,
         kept.stride(0),
         kept.stride(1),
@@ -152,7 +163,8 @@ def append(
         H=heads,
         D=width,
         D_BLOCK=triton.next_power_of_2(width),
-        STRIDE=kv.shape[1],
+        STRIDE=kv.stride(0),
+        NORMED=norms is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
@@ -161,11 +173,10 @@ def append(
 
 def attend(
     y: Tensor,
-    given: Given,
     slot: Tensor,
-    cursors: Cursors,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    length: Tensor,
+    size: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
     turns: Tensor,
     kept: Tensor,
     parts: Parts,
@@ -178,25 +189,26 @@ def attend(
 ) -> None:
     """y [B * n, (Q + 2 H) d]: raw queries, keys and values of the blocks -> o [B * n, Q d].
 
-    kept [2, slots, room, H, d]: of this layer. parts: written where there are several. q_norm,
-    k_norm [d]. window: how many tokens back, itself included, a position sees. causal: of its
-    block's positions, earlier ones only.
+    length, size [B]: tokens of a row's context, and how many of its n positions are there. kept
+    [2, slots, room, H, d]: of this layer. parts: written where there are several. norms [d]: of
+    queries and keys, if they have any. window: how many tokens back, itself included, a position
+    sees. causal: of its block's positions, earlier ones only.
     """
     _, _, room, heads, width = kept.shape
-    num_rows, block = given.tokens.shape
+    num_rows = slot.shape[0]
+    block = y.shape[0] // num_rows
     group, num = o.shape[1] // (heads * width), parts.sums.shape[2]
     queries = min(TILE, max(LEAST, triton.next_power_of_2(block * group)))
     _attend_kernel[(heads, num_rows, triton.cdiv(block * group, queries) * num)](
         y,
-        q_norm,
-        k_norm,
+        *((y, y) if norms is None else norms),
         turns,
         kept,
         *parts,
         o,
         slot,
-        cursors.length,
-        given.size,
+        length,
+        size,
         room,
         kept.stride(0),
         window or 0,
@@ -213,24 +225,32 @@ def attend(
         PARTS=num,
         WINDOW=window is not None,
         CAUSAL=causal,
+        NORMED=norms is not None,
         PDL=pdl,
-        num_warps=4 if queries * width <= 32 * 128 else 8,
+        num_warps=warps_for(queries, width),
         num_stages=stages_for(width * kept.element_size()),
         launch_pdl=pdl,
     )
-    if num > 1:
-        _combine_kernel[(o.shape[0], heads * group)](
-            *parts,
-            given.size,
-            o,
-            block,
-            D=width,
-            D_BLOCK=triton.next_power_of_2(width),
-            PARTS=num,
-            PDL=pdl,
-            num_warps=1,
-            launch_pdl=pdl,
-        )
+    combine(parts, size, o, pdl=pdl)
+
+
+def combine(parts: Parts, size: Tensor, o: Tensor, *, pdl: bool = False) -> None:
+    """What several parts have left -> o [B * n, Q d], of the first size[b] of each row's n."""
+    _, heads, num, width = parts.sums.shape
+    if num == 1:
+        return
+    _combine_kernel[(o.shape[0], heads)](
+        *parts,
+        size,
+        o,
+        o.shape[0] // size.shape[0],
+        D=width,
+        D_BLOCK=triton.next_power_of_2(width),
+        PARTS=num,
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
 
 
 @triton.jit(do_not_specialize=["num_columns", "num_path", "mask_id", "longest"])
@@ -266,10 +286,11 @@ def _begin_kernel(
 
 @triton.jit
 def _turned(
-    x_ptr, at, present, norm_ptr, turns_ptr, position, eps, D: tl.constexpr, D_BLOCK: tl.constexpr
+    x_ptr, at, present, norm_ptr, turns_ptr, position, eps,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Heads x [D] at x_ptr + at [R] where present [R] > 0, normed and rotated to position [R]:
-    [R, D_BLOCK] in x's dtype; rounded as `block_model` rounds."""
+    """Heads x [D] at x_ptr + at [R] where present [R] > 0, normed if NORMED, and rotated to
+    position [R]: [R, D_BLOCK] in x's dtype; rounded as `block_model` rounds."""
     HALF: tl.constexpr = D // 2
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     column = tl.arange(0, D_BLOCK)
@@ -277,11 +298,12 @@ def _turned(
     inside = tl.where(present > 0, D, 0)[:, None] > column[None, :]
     x = tl.load(x_ptr + at[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     across = tl.load(x_ptr + at[:, None] + partner[None, :], mask=inside, other=0.0)
-    weight = tl.load(norm_ptr + column, mask=column < D, other=0.0).to(tl.float32)
-    across_weight = tl.load(norm_ptr + partner, mask=column < D, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-    x = round_to(x * scale * weight[None, :], dtype).to(tl.float32)
-    across = round_to(across.to(tl.float32) * scale * across_weight[None, :], dtype)
+    if NORMED:
+        weight = tl.load(norm_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+        across_weight = tl.load(norm_ptr + partner, mask=column < D, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        x = round_to(x * scale * weight[None, :], dtype).to(tl.float32)
+        across = round_to(across.to(tl.float32) * scale * across_weight[None, :], dtype)
     turn = turns_ptr + position[:, None] * D + (column % HALF)[None, :]
     cos = tl.load(turn, mask=inside, other=0.0)
     sin = tl.load(turn + HALF, mask=inside, other=0.0)
@@ -294,7 +316,7 @@ def _append_kernel(
     kv_ptr, norms_ptr, turns_ptr, kept_ptr, slot_ptr, start_ptr, count_ptr,
     room, layer_stride, values, eps,
     P: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-    STRIDE: tl.constexpr, PDL: tl.constexpr,
+    STRIDE: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b, layer, head = tl.program_id(0), tl.program_id(1) // H, tl.program_id(1) % H
     if PDL:
@@ -308,7 +330,7 @@ def _append_kernel(
     present = tl.where((j < count) & (position < room), 1, 0)
     at = (b * P + j).to(tl.int64) * STRIDE + (layer * 2 * H + head) * D
     k = _turned(
-        kv_ptr, at, present, norms_ptr + layer * D, turns_ptr, position, eps, D, D_BLOCK
+        kv_ptr, at, present, norms_ptr + layer * D, turns_ptr, position, eps, D, D_BLOCK, NORMED
     )  # fmt: skip
     column = tl.arange(0, D_BLOCK)
     inside = tl.where(present > 0, D, 0)[:, None] > column[None, :]
@@ -334,14 +356,46 @@ def _meet(acc, top, total, q, k, v, seen, scale):
     return acc, higher, total * old + tl.sum(share, axis=1)
 
 
+@triton.jit
+def _tile(
+    keys_ptr, values_ptr, t, length, QUERIES: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    column,
+):  # fmt: skip
+    """Keys and values [T, d] of one head at positions t [T] of a context, and which of them is
+    there: [QUERIES, T], for `_meet`."""
+    inside = tl.where(t < length, D, 0)[:, None] > column[None, :]
+    at = t[:, None] * (H * D) + column[None, :]
+    k = tl.load(keys_ptr + at, mask=inside, other=0.0)
+    v = tl.load(values_ptr + at, mask=inside, other=0.0)
+    return k, v, tl.where(t < length, 1, 0)[None, :] + tl.zeros([QUERIES, 1], tl.int32)
+
+
+@triton.jit
+def _leave(
+    acc, top, total, at, present, part, sums_ptr, scale_ptr, o_ptr,
+    D: tl.constexpr, D_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Outputs of queries at [R], for `combine` where there are several parts."""
+    column = tl.arange(0, D_BLOCK)
+    inside = tl.where(present > 0, D, 0)[:, None] > column[None, :]
+    if PARTS > 1:
+        at = at * PARTS + part
+        tl.store(sums_ptr + (at * D)[:, None] + column[None, :], acc, mask=inside)
+        tl.store(scale_ptr + at * 2, top, mask=present > 0)
+        tl.store(scale_ptr + at * 2 + 1, total, mask=present > 0)
+    else:
+        o = round_to(acc / tl.where(total > 0, total, 1.0)[:, None], o_ptr.dtype.element_ty)
+        tl.store(o_ptr + (at * D)[:, None] + column[None, :], o, mask=inside)
+
+
 @triton.jit(do_not_specialize=["room", "values", "window"])
-def _attend_kernel(  # noqa: C901 - one kernel, one pass
+def _attend_kernel(
     y_ptr, q_norm_ptr, k_norm_ptr, turns_ptr, kept_ptr, sums_ptr, scale_ptr, o_ptr,
     slot_ptr, length_ptr, size_ptr,
     room, values, window, scale, eps,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, OWN: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
-    PARTS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    PARTS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     STRIDE: tl.constexpr = (GROUP + 2) * H * D
@@ -349,16 +403,17 @@ def _attend_kernel(  # noqa: C901 - one kernel, one pass
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.load(size_ptr + b) == 0:
+    size = tl.load(size_ptr + b)
+    if size == 0:
         return
     length = tl.load(length_ptr + b)
     r = tl.program_id(2) // PARTS * QUERIES + tl.arange(0, QUERIES)
     mine, query = r // GROUP, head * GROUP + r % GROUP
-    present = tl.where(r < BLOCK * GROUP, 1, 0)
+    present = tl.where(r < size * GROUP, 1, 0)
     first = (b * BLOCK).to(tl.int64)
     q = _turned(
         y_ptr, (first + mine) * STRIDE + query * D, present, q_norm_ptr, turns_ptr,
-        length + mine, eps, D, D_BLOCK,
+        length + mine, eps, D, D_BLOCK, NORMED,
     )  # fmt: skip
     acc = tl.zeros([QUERIES, D_BLOCK], tl.float32)
     top = tl.full([QUERIES], -_INF, tl.float32)
@@ -378,22 +433,18 @@ def _attend_kernel(  # noqa: C901 - one kernel, one pass
         end = tl.minimum(begin + share, length)
     for tile in tl.range(begin, end, TILE):
         t = tile + tl.arange(0, TILE)
-        inside = tl.where(t < length, D, 0)[:, None] > column[None, :]
-        at = t[:, None] * (H * D) + column[None, :]
-        k = tl.load(kept_ptr + at, mask=inside, other=0.0)
-        v = tl.load(values_ptr + at, mask=inside, other=0.0)
-        seen = tl.where(t < length, 1, 0)[None, :] + tl.zeros([QUERIES, 1], tl.int32)
+        k, v, seen = _tile(kept_ptr, values_ptr, t, length, QUERIES, H, D, column)
         if WINDOW:
             seen = tl.where((length + mine)[:, None] - t[None, :] < window, seen, 0)
         acc, top, total = _meet(acc, top, total, q, k, v, seen, scale)
 
     own = tl.arange(0, OWN)
-    there = tl.where(own < BLOCK, 1, 0)
+    there = tl.where(own < size, 1, 0)
     if PARTS > 1:
         # The block is the first part's.
         there = tl.where(part == 0, there, 0)
     at = (first + own) * STRIDE + (GROUP * H + head) * D
-    k = _turned(y_ptr, at, there, k_norm_ptr, turns_ptr, length + own, eps, D, D_BLOCK)
+    k = _turned(y_ptr, at, there, k_norm_ptr, turns_ptr, length + own, eps, D, D_BLOCK, NORMED)
     inside = tl.where(there > 0, D, 0)[:, None] > column[None, :]
     v = tl.load(y_ptr + at[:, None] + H * D + column[None, :], mask=inside, other=0.0)
     gap = mine[:, None] - own[None, :]
@@ -405,15 +456,8 @@ def _attend_kernel(  # noqa: C901 - one kernel, one pass
     acc, top, total = _meet(acc, top, total, q, k, v, seen, scale)
 
     at = (first + mine) * (H * GROUP) + query
-    inside = tl.where(present > 0, D, 0)[:, None] > column[None, :]
-    if PARTS > 1:
-        at = at * PARTS + part
-        tl.store(sums_ptr + (at * D)[:, None] + column[None, :], acc, mask=inside)
-        tl.store(scale_ptr + at * 2, top, mask=present > 0)
-        tl.store(scale_ptr + at * 2 + 1, total, mask=present > 0)
-    else:
-        o = round_to(acc / tl.where(total > 0, total, 1.0)[:, None], o_ptr.dtype.element_ty)
-        tl.store(o_ptr + (at * D)[:, None] + column[None, :], o, mask=inside)
+    _leave(acc, top, total, at, present, tl.program_id(2) % PARTS, sums_ptr, scale_ptr, o_ptr, D,
+           D_BLOCK, PARTS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["block"])
@@ -425,7 +469,7 @@ def _combine_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if tl.load(size_ptr + m // block) == 0:
+    if m % block >= tl.load(size_ptr + m // block):
         return
     row = m.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     part, column = tl.arange(0, PARTS), tl.arange(0, D_BLOCK)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device form of an EAGLE-GDN drafter needs besides products, norms and the walk.
+"""What the device form of an EAGLE drafter needs besides products, norms and the walk.
 
 `begin`, `take_features`, `encode_inputs` and `settle` stand around the re-encoding of what the
-target accepted, which is a verify of one chain per row (`ops.gdn.triton`). `mix` is the mixer of a
-growing tree: convolution, gates and delta rule of a frontier in one kernel.
+target accepted, one chain per row; with a recurrent mixer that is a verify (`ops.gdn.triton`), and
+`mix` is this mixer in a growing tree: convolution, gates and delta rule of a frontier in one
+kernel. Attention's is in `triton_branch`.
 
 A frontier node's state is never built. With G_n the log decays summed from the committed state S
 down to node n, and u, k the factors of the steps above it,
@@ -46,16 +47,17 @@ ABOVE = 16
 class Cursors(NamedTuple):
     """Rows of the drafter on the device, all int32 [B] at fixed addresses.
 
-    bank, path_len: as in DeviceRound, of the drafter's own log, whose path is 0 .. path_len - 1.
-    started: whether the slot has an output to grow from. fed: whether the target's last round ran
-    here, so that its path waits to be encoded. encoded: tokens encoded since the rows came.
+    bank, path_len: as in DeviceRound, of the drafter's own log, whose path is 0 .. path_len - 1;
+    a mixer without a log leaves them alone. length: tokens encoded. started: whether the slot has
+    an output to grow from. fed: whether the target's last round ran here, so that its path waits
+    to be encoded.
     """
 
     bank: Tensor
     path_len: Tensor
+    length: Tensor
     started: Tensor
     fed: Tensor
-    encoded: Tensor
 
 
 class Steps(NamedTuple):
@@ -70,13 +72,16 @@ class Steps(NamedTuple):
     chain: Tensor
 
 
-def begin(rnd: DeviceRound, cursors: Cursors, enc: DeviceRound, source: Tensor) -> None:
+def begin(
+    rnd: DeviceRound, cursors: Cursors, enc: DeviceRound, source: Tensor, start: Tensor,
+    longest: int,
+) -> None:  # fmt: skip
     """What to encode: the path that the target's last round accepted, as a chain.
 
     rnd: the target's, node 0's token being the next root. enc: slot, num_nodes, tokens [B, P] and
-    the count of a chain's walk are written; 0 nodes where nothing waits. source int32 [B * P]:
-    rows of the target's last round. A plain launch: kernels after it may read this before they
-    wait.
+    the count of a chain's walk are written; 0 nodes where nothing waits, or where the row is
+    longer than `longest` now. source int32 [B * P]: rows of the target's last round. start int32
+    [B]: tokens encoded before. A plain launch: kernels after it may read this before they wait.
     """
     num_rows, num_nodes = rnd.tokens.shape
     _begin_kernel[(num_rows,)](
@@ -86,14 +91,17 @@ def begin(rnd: DeviceRound, cursors: Cursors, enc: DeviceRound, source: Tensor) 
         rnd.path_len,
         rnd.path,
         cursors.fed,
+        cursors.length,
         enc.slot,
         enc.num_nodes,
         enc.tokens,
         enc.walk,
         source,
+        start,
         num_nodes,
         rnd.path.shape[1],
         enc.walk.stride(0),
+        longest,
         P=enc.tokens.shape[1],
         num_warps=1,
     )
@@ -176,24 +184,16 @@ def encode_inputs(
 
 
 def settle(
-    rnd: DeviceRound,
-    enc: DeviceRound,
-    cursors: Cursors,
-    encoded: Tensor,
-    last: Tensor,
-    norm: Tensor,
-    residual: Tensor,
-    h: Tensor,
-    count: Tensor,
-    eps: float,
-    *,
-    pdl: bool = False,
-) -> None:
+    rnd: DeviceRound, enc: DeviceRound, cursors: Cursors, encoded: Tensor, last: Tensor,
+    norm: Tensor, residual: Tensor, h: Tensor, count: Tensor, longest: int, eps: float,
+    *, pdl: bool = False,
+) -> None:  # fmt: skip
     """Commit what was encoded, and start the tree from the last output of every row.
 
     encoded [B * P, D]: the layer's outputs. last [slots, D]: of every slot; read where nothing was
     encoded, else written. residual, h [B, D]: that output, and normed by `norm` [D]. count int32
-    [B]: 1 where there is one, the frontier of the first level.
+    [B]: 1 where there is one and the row is not longer than `longest`, the frontier of the first
+    level.
     """
     width = norm.shape[0]
     _settle_kernel[(h.shape[0],)](
@@ -207,6 +207,7 @@ def settle(
         residual,
         h,
         count,
+        longest,
         eps,
         P=enc.tokens.shape[1],
         D=width,
@@ -280,17 +281,21 @@ def mix(
     )
 
 
-@triton.jit(do_not_specialize=["num_columns", "num_path", "walk_stride"])
+@triton.jit(do_not_specialize=["num_columns", "num_path", "walk_stride", "longest"])
 def _begin_kernel(
-    slot_ptr, num_nodes_ptr, tokens_ptr, path_len_ptr, path_ptr, fed_ptr,
-    enc_slot_ptr, enc_num_nodes_ptr, enc_tokens_ptr, walk_ptr, source_ptr,
-    num_columns, num_path, walk_stride,
+    slot_ptr, num_nodes_ptr, tokens_ptr, path_len_ptr, path_ptr, fed_ptr, length_ptr,
+    enc_slot_ptr, enc_num_nodes_ptr, enc_tokens_ptr, walk_ptr, source_ptr, start_ptr,
+    num_columns, num_path, walk_stride, longest,
     P: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     is_live = tl.load(num_nodes_ptr + b) > 0
     fed = tl.load(fed_ptr + b)
     n = tl.where(is_live & (fed > 0), tl.load(path_len_ptr + b), 0)
+    start = tl.load(length_ptr + b)
+    tl.store(start_ptr + b, start)
+    tl.store(length_ptr + b, start + n)
+    n = tl.where(start + n <= longest, n, 0)
     tl.store(enc_slot_ptr + b, tl.load(slot_ptr + b))
     tl.store(enc_num_nodes_ptr + b, n)
     tl.store(walk_ptr + b * walk_stride, n)
@@ -349,11 +354,11 @@ def _inputs_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest"])
 def _settle_kernel(
     slot_ptr, live_ptr, num_nodes_ptr,
-    bank_ptr, path_len_ptr, started_ptr, fed_ptr, encoded_count_ptr,
-    encoded_ptr, last_ptr, norm_ptr, residual_ptr, h_ptr, count_ptr, eps,
+    bank_ptr, path_len_ptr, length_ptr, started_ptr, fed_ptr,
+    encoded_ptr, last_ptr, norm_ptr, residual_ptr, h_ptr, count_ptr, longest, eps,
     P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -383,8 +388,7 @@ def _settle_kernel(
     tl.store(path_len_ptr + b, tl.where(n > 0, n, path_len))
     tl.store(started_ptr + b, started)
     tl.store(fed_ptr + b, 1)
-    tl.store(encoded_count_ptr + b, tl.load(encoded_count_ptr + b) + n)
-    tl.store(count_ptr + b, started)
+    tl.store(count_ptr + b, tl.where(tl.load(length_ptr + b) <= longest, started, 0))
 
 
 @triton.jit
