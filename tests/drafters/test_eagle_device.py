@@ -360,18 +360,17 @@ def test_the_form_for_a_gpu(tmp_path: Path, target: TargetModel) -> None:
             asked.for_gpu(num_slots=slots, max_nodes=16)
 
 
-def test_attention_drafts_on_the_device_if_it_is_asked_to(
-    tmp_path: Path, target: TargetModel
-) -> None:
+def test_attention_drafts_on_the_device_too(tmp_path: Path, target: TargetModel) -> None:
     path = str(write_drafter(tmp_path, toy_config(target.info, **ATTENTION)))
-    eager = EagleDrafter(path=path)
-    assert eager.for_gpu(num_slots=4, max_nodes=16) is eager
-    assert re.search("^drafted on the host: .*mixer gdn", str(eager.info.fallback))
-    asked = EagleDrafter(path=path, on_device=True, longest=99)
-    form = asked.for_gpu(num_slots=4, max_nodes=16)
+    form = EagleDrafter(path=path, longest=99).for_gpu(num_slots=4, max_nodes=16)
     assert isinstance(form, DeviceEagle)
     assert (form.info.fallback, form.info.longest) == (None, 99)
     assert form.info.priced_as.endswith(" on_device")
+    wide = {**ATTENTION, "head_dim": 264, "head_v_dim": 264}
+    path = str(write_drafter(tmp_path / "wide", toy_config(target.info, **wide)))
+    eager = EagleDrafter(path=path)
+    assert eager.for_gpu(num_slots=4, max_nodes=16) is eager
+    assert re.search("^drafted on the host: .*heads of at most 256", str(eager.info.fallback))
 
 
 def test_either_form_can_be_asked_for(tmp_path: Path, target: TargetModel) -> None:

@@ -190,7 +190,7 @@ def decode(
 def test_no_token_changes_and_runs_repeat(tmp_path: Path, sizes: dict[str, object]) -> None:
     plain, _ = decode(NoDrafter(), 1)
     path = folder(tmp_path, target(6, torch.bfloat16), sizes)
-    one, two = (decode(EagleDrafter(path=path, on_device=True), 16) for _ in "ab")
+    one, two = (decode(EagleDrafter(path=path), 16) for _ in "ab")
     assert one[0] == plain
     assert one == two
 
@@ -202,7 +202,7 @@ def test_shapes_and_rest_by_turns_change_no_token(
     plain, _ = decode(NoDrafter(), 1)
     path = folder(tmp_path, target(6, torch.bfloat16), sizes)
     turns = Shape(16, 6), Shape(1, 0), Shape(8, 4), Shape(2, 1), Shape(1, 0), Shape(16, 4)
-    one, two = (decode(EagleDrafter(path=path, on_device=True), 16, turns) for _ in "ab")
+    one, two = (decode(EagleDrafter(path=path), 16, turns) for _ in "ab")
     assert one[0] == plain
     assert one == two
 

@@ -63,7 +63,7 @@ class EagleDrafter:
             graph every level is launched, as with 0, so that a drafter with another one drafts on
             the host.
         on_device: draft inside the round's graph (`eagle_device`), which needs a GPU; None: there,
-            if its kernels can do it, with mixer gdn.
+            if its kernels can do it.
         longest: there, most tokens of a row that it drafts for with mixer attention.
 
     Raises:
@@ -129,11 +129,6 @@ class EagleDrafter:
         try:
             if self._cuts:
                 raise ConfigError("min_survival is for drafting on the host; leave it out")
-            if self.config.mixer != "gdn" and not self._on_device:
-                raise ConfigError(
-                    f"drafting on the device needs mixer gdn, {self._folder} has "
-                    f"{self.config.mixer}, which does so with on_device=True only"
-                )
             other = DeviceEagle(
                 path=str(self._folder), top_k=self._top_k, max_depth=self.info.max_depth,
                 tau=self._tau, spine=self._spine, longest=self._longest,
