@@ -15,9 +15,10 @@ from torch import Tensor
 from specla.drafters.base import Drafter, DraftRow, FeatureDrafter, Shape
 from specla.drafters.ngram import NgramDrafter
 from specla.drafters.none import NoDrafter
+from specla.engine.buckets import Buckets
 from specla.engine.engine import Engine
 from specla.engine.flight import Flight, to_verdict
-from specla.engine.graphs import GraphRounds, is_device_row
+from specla.engine.graphs import GraphRounds, Launch, is_device_row
 from specla.engine.resting import Resting
 from specla.engine.running import Running
 from specla.models.features import Features
@@ -48,13 +49,14 @@ class Behind(GraphRounds):
 
     def __init__(self, engine: Engine) -> None:
         self._model, self._state, self._drafter = engine.model, engine.state, engine.drafter
+        self._buckets = buckets = object.__new__(Buckets)
+        buckets.drafter, buckets.max_nodes = engine.drafter, bucket(engine.state.max_nodes)
+        buckets._made = {}
         self._max_nodes = engine.state.max_nodes
         self._flight, self._width, self._key = Flight(), None, (1, 1)
-        # No graphs, so that rows are loaded for every other shape.
-        self._buckets = {}
         self._max_rows, self._depth = bucket(engine.state.pool.num_slots), 0
         self._stays = False
-        self._launched = self._key, self._depth
+        self._launched = Launch(self._key, 0, ())
         self._places: list[Place] = []
         self.resting = False
         self._words: list[list[Words]] = [[], []]
@@ -85,8 +87,11 @@ class Behind(GraphRounds):
         if not self._depth:
             self._device_drafter = NoDrafter()
 
+    def _graphs_of(self, key: tuple[int, int]) -> tuple[int, ...]:
+        """None, so that rows are loaded for every other bucket."""
+        return ()
+
     def _start(self) -> None:
-        self._launched = self._key, self._depth
         before = [len(place.law.history) for place in self._places]
         self._words[self._count % 2] = self._round()
         if self._resting is not None and not self._depth:
@@ -107,9 +112,9 @@ class Behind(GraphRounds):
         for b, row in zip(self._live, rows, strict=False):
             self._resting.kept[(lengths[b] - 1) % self._resting.most, :, b] = row
 
-    def _read(self, launched: tuple[tuple[int, int], int]) -> list[tuple[Running, Verdict]]:
-        self.size, self.depth = launched
-        return self._flight.read(self._words[(self._count - 1) % 2])
+    def _read(self, launched: Launch) -> list[tuple[Running, Verdict]]:
+        self.size, self.depth = launched.key, launched.depth
+        return self._flight.read(self._words[(self._count - 1) % 2], launched.rows)
 
     def _land(self) -> None:
         logs = [place.log for place in self._places]

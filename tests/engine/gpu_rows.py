@@ -151,9 +151,8 @@ class Rows:
             assert isinstance(engine.drafter, DeviceDrafter)
             wanted = [Shape(nodes, engine.drafter.depths(nodes)[-1]) for nodes in turns]
             engine.spending.free = Turns(wanted, every=7)  # type: ignore[assignment]
-            if slots == 1:
-                # A row that is alone then stays where it is.
-                engine.capture()
+        # With every graph there rows are moved where some end, or shapes change.
+        engine.capture()
         return engine, state
 
     def decode(

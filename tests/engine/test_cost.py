@@ -372,7 +372,7 @@ def test_nothing_measured_is_reported(target: TargetModel) -> None:
 
 def test_graphs_say_what_verifies_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines on one model: each one's graphs have its own kernels, whoever came last."""
-    from specla.engine import graphs
+    from specla.engine import buckets
 
     asked: list[str | None] = []
 
@@ -380,15 +380,15 @@ def test_graphs_say_what_verifies_them(monkeypatch: pytest.MonkeyPatch) -> None:
         def verify(self, plan: DevicePlan, *_: object) -> None:
             asked.append(plan.kernel)
 
-    monkeypatch.setattr(graphs, "choose", lambda *_: None)
-    monkeypatch.setattr(graphs, "accept", lambda *_, **__: None)
+    monkeypatch.setattr(buckets, "choose", lambda *_: None)
+    monkeypatch.setattr(buckets, "accept", lambda *_, **__: None)
     tokens = SimpleNamespace(tokens=torch.zeros(2, 8))
     for kernel in ("walk", "closed"):
-        rounds = object.__new__(graphs.GraphRounds)
+        rounds = object.__new__(buckets.Buckets)
         rounds._kernel = lambda rows, nodes, kernel=kernel: f"{kernel} {rows} {nodes}"
         rounds._model, rounds._choices = Model(), None  # type: ignore[assignment]
         rounds._state = SimpleNamespace(fold_threshold=0)  # type: ignore[assignment]
-        rounds._resting = None
+        rounds.resting = None
         one = SimpleNamespace(rnd=tokens, rows=None, verdicts=None, features=None, logits=None)
         rounds._launches(one, depth=0)  # type: ignore[arg-type]
     assert asked == ["walk 2 8", "closed 2 8"]

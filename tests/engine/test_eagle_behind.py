@@ -74,8 +74,13 @@ class EagerLayer:
     ) -> None:
         """On top of what the device has."""
         assert len(given) == sum(map(len, tokens))
-        self._drafter.model.encode(slots, tokens, given)
-        self._started = [True] * len(tokens)
+        some = [(slot, row) for slot, row in zip(slots, tokens, strict=True) if row]
+        if some:
+            self._drafter.model.encode(*map(list, zip(*some, strict=True)), given)
+        self._started = [bool(row) or self._started[b] for b, row in enumerate(tokens)]
+
+    def move(self, places: Sequence[int]) -> None:
+        self._started, self._fed = [self._started[b] for b in places], [0] * len(places)
 
     def __call__(self, arrays: RowArrays, rnd: DeviceRound, features: Tensor, depth: int) -> None:
         drafter, slots = self._drafter, rnd.slot.tolist()[: len(self._started)]
@@ -249,7 +254,7 @@ def test_another_drafter_gets_its_own_graphs(tmp_path: Path, target: TargetModel
     rounds = resident(engine)
     graphs = {3: "drafts", 2: "drafts", 0: "does not"}
     one = SimpleNamespace(graphs=graphs)
-    rounds._buckets = {(1, 8): one}  # type: ignore[dict-item]
+    rounds._buckets._made[1, 8] = one  # type: ignore[assignment]
     again = Played(path=path, **OPTIONS)  # type: ignore[arg-type]
     engine.use(again)
     assert rounds._drafter is again
@@ -262,7 +267,7 @@ def test_the_same_drafter_keeps_its_graphs(tmp_path: Path, target: TargetModel) 
     engine = make_engine(target, played, slots=2, budget="paying")
     rounds, model, before = resident(engine), played.model, engine.spending
     one = SimpleNamespace(graphs={3: "drafts"})
-    rounds._buckets = {(1, 8): one}  # type: ignore[dict-item]
+    rounds._buckets._made[1, 8] = one  # type: ignore[assignment]
     engine.use(engine.drafter)
     assert one.graphs == {3: "drafts"}
     assert played.model is model

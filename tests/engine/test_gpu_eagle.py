@@ -171,6 +171,7 @@ def decode(
     if turns:
         assert engine.spending is not None
         engine.spending.free = Turns(turns, every=5)  # type: ignore[assignment]
+    engine.capture()
     for i in range(7):
         params = SamplingParams(
             temperature=0.8 * (i % 3 == 2), max_tokens=40 + 7 * i, ignore_eos=True

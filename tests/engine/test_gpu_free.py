@@ -16,12 +16,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from gpu_drafters import made
-from gpu_rows import DEMO, GDN, TOKENS, Rows
+from gpu_rows import DEMO, GDN, TOKENS, Remembering, Rows
 
 from specla.bench.random_model import gdn_1_3b
 from specla.drafters.base import Drafter
 from specla.drafters.eagle import EagleDrafter
 from specla.models.resolve import resolve
+from specla.state import State
 
 pytestmark = pytest.mark.gpu
 TARGETS = {"gdn-1.3b": GDN, "four layers": Rows(lambda: gdn_1_3b(layers=4)), "demo": DEMO}
@@ -126,6 +127,40 @@ def test_a_row_alone_changes_shape_without_waiting(target: str, name: str, new: 
             engine.step()
             shapes.append((rounds.size[1], rounds.depth))
     assert {nodes for nodes, _ in shapes} == set(BY_TURNS)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        *(("gdn-1.3b", name) for name in ("none", "ngram")),
+        ("four layers", "eagle"),
+        ("demo", "eagle"),
+    ],
+)
+def test_rows_are_moved_without_waiting(
+    target: str, name: str, new: New, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To other shapes, and closer together where some have ended."""
+    bench, draws = TARGETS[target], name != "none"
+    turns, nodes = (BY_TURNS, NODES) if draws else ((), 1)
+    engine, _ = bench.engine(new(target, name), slots=5, max_nodes=nodes, turns=turns)
+    # What it keeps of a row that ends is for other tests, and waits.
+    monkeypatch.setattr(Remembering, "release", State.release)
+    for row, count in enumerate((30, TOKENS, 20, 40, TOKENS)):
+        engine.add(bench.request(str(row), row, count))
+    engine.step()
+    while not all(row.output for row in engine.scheduler.running.values()):
+        engine.step()
+    rounds, sizes = engine._graphs, set[tuple[int, int]]()
+    assert rounds is not None
+    rounds._load = None  # type: ignore[method-assign, assignment]
+    with no_waiting():
+        while engine.has_work:
+            engine.step()
+            sizes.add(rounds.size)
+    assert {rows for rows, _ in sizes} >= {8, 4, 2}
+    assert {nodes for _, nodes in sizes} == set(turns or (1,))
     torch.cuda.synchronize()
 
 

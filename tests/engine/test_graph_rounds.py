@@ -70,7 +70,7 @@ def played(launch: Callable[[], None]) -> tuple[object, None]:
 
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specla.engine.graphs.captured", played)
+    monkeypatch.setattr("specla.engine.buckets.captured", played)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
@@ -124,8 +124,10 @@ class Target:
         return logits
 
 
-def engine_with(model: TargetModel, drafter: Drafter, budget: str) -> tuple[Engine, GraphRounds]:
-    engine = make_engine(model, slots=2, nodes=4, log=3, budget=budget)
+def engine_with(
+    model: TargetModel, drafter: Drafter, budget: str, slots: int = 2
+) -> tuple[Engine, GraphRounds]:
+    engine = make_engine(model, slots=slots, nodes=4, log=3, budget=budget)
     engine._on_gpu = True
     engine.use(drafter)
     free = engine.spending is not None and engine.spending.free is not None
@@ -137,10 +139,13 @@ def engine_with(model: TargetModel, drafter: Drafter, budget: str) -> tuple[Engi
 
 
 def go(engine: Engine, requests: Sequence[Request], every: int = 3) -> Run:
+    """every: steps between two requests; 0: all at once."""
     run, waiting = Run(), list(requests)
     for step in range(400):
-        if waiting and step % every == 0:
+        while waiting and (not every or step % every == 0):
             engine.add(waiting.pop(0))
+            if every:
+                break
         run.take(engine.step())
         if not engine._graphs._flight.rows:  # type: ignore[union-attr]
             check_rules(engine)
@@ -160,12 +165,12 @@ def test_ngram(target: TargetModel, budget: str) -> None:
     engine.capture()
     if budget == "paying":
         engine.spending.free = Turns(SHAPES, 2)  # type: ignore[union-attr, assignment]
-    graphs = {key: set(one.graphs) for key, one in rounds._buckets.items()}
+    graphs = {key: set(one.graphs) for key, one in rounds._buckets._made.items()}
     check(go(engine, REQUESTS), target)
     if budget != "paying":
-        again = {key: set(one.graphs) for key, one in rounds._buckets.items()}
+        again = {key: set(one.graphs) for key, one in rounds._buckets._made.items()}
         assert again == graphs, "all were captured at the start"
-    sizes = {nodes for _, nodes in rounds._model.verified}  # type: ignore[attr-defined]
+    sizes = {nodes for _, nodes in rounds._buckets._model.verified}  # type: ignore[attr-defined]
     expected = {"off": {4}, "paying": {1, 2, 4}, "1": {1, 2}}[budget]
     assert sizes <= expected
     assert max(sizes) == max(expected)
@@ -213,13 +218,13 @@ def alone(
     accepted, and the trees."""
     engine, rounds = engine_with(target, drafter, "paying")
     engine.capture()
-    model = rounds._model
+    model = rounds._buckets._model
     model.trees.clear()  # type: ignore[attr-defined]
     engine.spending.free = turns = ByLaunch(shapes, every)  # type: ignore[union-attr, assignment]
     turns.rounds, load, loads = rounds, rounds._load, []
     rounds._load = lambda rows: (loads.append(1), load(rows))[1]  # type: ignore[assignment, func-returns-value]
     if not goes_on:
-        rounds._goes_on_in = lambda shape: shape == (rounds._key[1], rounds._depth)  # type: ignore[method-assign]
+        rounds._may_move = lambda *_: False  # type: ignore[method-assign]
     one = request("loop", LOOP, seed=2, max_tokens=most)
     run = go(engine, [one])
     assert run.outcomes() == {n: outcome(c) for n, c in plain(target, [one]).items()}
@@ -297,6 +302,127 @@ def test_ngram_goes_on_in_another_shape(target: TargetModel) -> None:
     runs = [alone(target, drafters.build("ngram"), shapes, on) for on in (True, False)]
     assert runs[0] == runs[1]
     assert runs[0][0] > 0
+
+
+# Prompts that go on in circles, so that something is accepted of an untrained drafter's.
+SEVERAL = [
+    request(f"row {i}", LOOP[: 3 + 2 * i], seed=i, max_tokens=most)
+    for i, most in enumerate((9, 34, 5, 40, 21))
+]
+
+
+def several(
+    target: TargetModel, drafter: Drafter, shapes: Sequence[Shape], moves: bool, every: int = 1
+) -> tuple[int, list[DraftTree], int]:
+    """Rows that end one after another, in rounds of other shapes. Returns how many drafts were
+    accepted, the trees, and how often the device was loaded."""
+    engine, rounds = engine_with(target, drafter, "paying", slots=len(SEVERAL))
+    engine.capture()
+    model = rounds._buckets._model
+    model.trees.clear()  # type: ignore[attr-defined]
+    engine.spending.free = turns = ByLaunch(shapes, every)  # type: ignore[union-attr, assignment]
+    turns.rounds, load, loads = rounds, rounds._load, []
+    rounds._load = lambda rows: (loads.append(1), load(rows))[1]  # type: ignore[assignment, func-returns-value]
+    if not moves:
+        rounds._may_move = lambda *_: False  # type: ignore[method-assign]
+    run = go(engine, SEVERAL, every=0)
+    assert run.outcomes() == {n: outcome(c) for n, c in plain(target, SEVERAL).items()}
+    accepted = sum(one.speculation.accepted for one in run.completions.values())
+    return accepted, model.trees, len(loads)  # type: ignore[attr-defined]
+
+
+def check_moves(
+    target: TargetModel, new: Callable[[], Drafter], shapes: Sequence[Shape], every: int = 1
+) -> None:
+    """What the device does with rows that it moves is what it does with those that it is given."""
+    moved, loaded = (several(target, new(), shapes, moves, every) for moves in (True, False))
+    assert moved[:2] == loaded[:2]
+    assert moved[0] > 0, "where nothing is accepted nothing has to be taken along"
+    assert moved[2] == 1
+    assert loaded[2] > 3
+
+
+def watched(played: type) -> type:
+    """One that keeps what it was given: tokens and their features, by slot."""
+
+    class Watched(played):  # type: ignore[misc]
+        def bind(self, *args: object, **named: object) -> None:
+            super().bind(*args, **named)
+            self.given: dict[int, list[tuple[int, Tensor]]] = {}
+            encode = self.model.encode
+
+            def keep(
+                slots: Sequence[int], tokens: Sequence[Sequence[int]], features: Tensor
+            ) -> None:
+                flat = [(s, t) for s, row in zip(slots, tokens, strict=True) for t in row]
+                for (slot, token), row in zip(flat, features, strict=True):
+                    self.given.setdefault(slot, []).append((token, row.clone()))
+                encode(slots, tokens, features)
+
+            self.model.encode = keep
+
+    return Watched
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("rests", [False, True])
+def test_several_rows_are_moved(
+    tmp_path: Path, target: TargetModel, rests: bool, every: int
+) -> None:
+    """... to other shapes, and closer together where some have ended."""
+    import test_eagle_behind as eagle
+
+    path = eagle.folder(tmp_path, target)
+    shapes = SHAPES if rests else [shape for shape in SHAPES if shape.depth]
+    check_moves(target, lambda: eagle.Played(path=path, **eagle.OPTIONS), shapes, every)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_several_rows_in_any_order_of_shapes(
+    tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Rests of one round and of more than there is room for, in which rows end. A drafter is given
+    every token's own features."""
+    import test_eagle_behind as eagle
+
+    rng, path = random.Random(seed), eagle.folder(tmp_path, target)
+    monkeypatch.setattr("specla.engine.resting.MOST_ROUNDS", 4)
+    rest = [Shape(1, 0)] * (2 * seed)
+    shapes = [*rest, *(rng.choice([*SHAPES, Shape(1, 0)]) for _ in range(11))]
+    made: list[eagle.Played] = []
+
+    def new() -> eagle.Played:
+        made.append(watched(eagle.Played)(path=path, **eagle.OPTIONS))
+        return made[-1]
+
+    check_moves(target, new, shapes)
+    given = [one.given for one in made]  # type: ignore[attr-defined]
+    for slot in range(1, 1 + len(SEVERAL)):
+        moved, loaded = (one[slot] for one in given)
+        # What is left where a row ends is nobody's.
+        known = list(zip(moved, loaded, strict=False))
+        assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in known)
+        assert len(known) > 2
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_several_rows_are_moved_with_ngram(target: TargetModel, every: int) -> None:
+    shapes = [SHAPES[i] for i in (0, 1, 3)]
+    check_moves(target, lambda: drafters.build("ngram"), shapes, every)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["gdn", "attention"])
+def test_several_rows_are_moved_by_an_eagle_drafters_kernels(
+    tmp_path: Path, target: TargetModel, mixer: str
+) -> None:
+    import test_eagle_behind as eagle
+
+    sizes = {"mixer": mixer, "head_dim": 64, "head_v_dim": 64}
+    if mixer == "attention":
+        sizes["num_v_heads"] = 1
+    path = eagle.folder(tmp_path, target, **sizes)
+    check_moves(target, lambda: eagle.EagleDrafter(path=path, **eagle.OPTIONS), SHAPES, 4)
 
 
 @pytest.mark.slow

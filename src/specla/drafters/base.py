@@ -165,9 +165,9 @@ class DeviceDrafter(Protocol):
         launches only: no allocation, no host synchronisation. `observe` is not called.
 
         features: with room, for a drafter that reads them: of the rows' last round, whose
-        accepted nodes are still rnd.path, unless the rows have only just come. A row that is
-        alone may have had more nodes in it, or been deeper. depth: of the deepest draft, one of
-        `depths`."""
+        accepted nodes are still rnd.path, unless the rows have only just come, or were moved. A
+        row that is alone may have had more nodes in it, or been deeper. depth: of the deepest
+        draft, one of `depths`."""
         ...
 
 
@@ -207,11 +207,17 @@ class ResidentDrafter(FeatureDrafter, DeviceDrafter, Protocol):
 
 @runtime_checkable
 class PatientDrafter(ResidentDrafter, Protocol):
-    """One that can stay with its rows on the device while it rests: launched to depth 0 over trees
-    of one node it only takes in what was accepted last."""
+    """One that can stay with its rows on the device while it rests, and while they are moved:
+    launched to depth 0 it only takes in what was accepted last."""
 
     def catch_up(self, tokens: Sequence[Sequence[int]], features: Tensor) -> None:
         """Rounds of one node that were not launched here, without waiting for the device: the
-        tokens that each row has emitted in them, by place, and their features as of `feed`. After
-        them the target's round before the next launch is one that is to be taken in."""
+        tokens that each row has emitted in them, by place, none for one that has ended, and their
+        features as of `feed`. After them the target's round before the next launch is one that is
+        to be taken in."""
+        ...
+
+    def move(self, places: Sequence[int]) -> None:
+        """Only the rows at these places are left, side by side. Everything that they have emitted
+        was taken in, or is to be caught up with; without waiting for the device."""
         ...

@@ -153,6 +153,13 @@ class DeviceEagle(EagleDrafter):
             self._layer.take_in(self._entered, None, rows, part)
 
     @torch.inference_mode()
+    def move(self, places: Sequence[int]) -> None:
+        """See `PatientDrafter`."""
+        assert self._layer is not None, "bind() first"
+        self._entered = [self._entered[place] for place in places]
+        self._layer.move(places)
+
+    @torch.inference_mode()
     def leave(self, slots: Sequence[int | None], rnd: DeviceRound, features: Features) -> None:
         """See `ResidentDrafter`."""
         assert self._layer is not None, "bind() first"
@@ -223,8 +230,9 @@ class DeviceEagle(EagleDrafter):
 def _in_parts(
     tokens: Sequence[Sequence[int]], features: Tensor, most: int
 ) -> Iterator[tuple[list[Sequence[int]], Tensor]]:
-    """Up to `most` tokens of every row at a time. All rows have as many."""
-    count, parts = len(tokens[0]), features.unflatten(0, (len(tokens), -1))
+    """Up to `most` tokens of every row at a time. All rows have as many, or none."""
+    count = max(map(len, tokens))
+    parts = features.unflatten(0, (sum(map(bool, tokens)), count)) if count else features
     for start in range(0, count, most):
         end = min(start + most, count)
         yield [row[start:end] for row in tokens], parts[:, start:end].flatten(0, 1)

@@ -69,6 +69,13 @@ class EagleLayer(Chain):
         """What the target's last round has accepted is to be taken in by the next launch."""
         self._buffers.cursors[4].fill_(1)
 
+    def move(self, places: Sequence[int]) -> None:
+        """Only the rows at these places are left; nothing of theirs waits to be encoded."""
+        cursors = self._buffers.cursors
+        left = cursors.index_select(1, ints(places, cursors.device))
+        cursors.zero_()
+        cursors[:4, : len(places)] = left[:4]
+
     def read(self, num_rows: int) -> list[list[int]]:
         """Cursors of the first rows: the fields of `Cursors`."""
         values: list[list[int]] = self._buffers.cursors[:, :num_rows].t().tolist()
@@ -161,7 +168,7 @@ class EagleLayer(Chain):
         enc = self._buffers.encoding(num_rows, min(most, self._limits.depth + 1))
         cursors = kernels.Cursors(*self._buffers.cursors[:, :num_rows])
         root = self._encode(rnd, enc, cursors, features)
-        if drafts:
+        if depth:
             self._grow(arrays, rnd, cursors, root, drafts, depth)
 
     def _encode(
@@ -287,5 +294,6 @@ def _told(
     the tokens of nodes 0 .. n - 1, of which node 0's is the last: it is the next tree's root."""
     words = torch.zeros(num_rows, TOLD + width, dtype=torch.int32)
     for b, (slot, row) in enumerate(zip(slots, tokens, strict=True)):
-        words[b, : TOLD + len(row)] = torch.tensor([slot, 1, len(row), row[-1], *row[:-1]])
+        if row:
+            words[b, : TOLD + len(row)] = torch.tensor([slot, 1, len(row), row[-1], *row[:-1]])
     return torch.cat((words[:, :TOLD].t().flatten(), words[:, TOLD:].flatten()))

@@ -14,7 +14,6 @@ from specla.engine.running import Running
 from specla.sampling.accept import Finish, Verdict
 from specla.sampling.triton import FINISH_INVALID, FINISH_LENGTH, FINISH_STOP, VERDICT_HEADER
 from specla.state.log import Log
-from specla.state.rounds import bucket
 
 FINISHES: dict[int, Finish] = {
     FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_INVALID: "error",
@@ -30,29 +29,36 @@ class Flight:
     def __init__(self) -> None:
         self.rows: list[Running] = []
         self.unread = False
-        self._ended: set[int] = set()
+        self._ended: set[Running] = set()
 
-    def goes_on(self, rows: Sequence[Running]) -> bool:
-        """Whether the device has just these rows: others it has have ended there by themselves,
-        and all would not fit a smaller bucket."""
-        if not (self.rows and rows) or bucket(len(rows)) < bucket(len(self.rows)):
-            return False
-        return list(rows) == [row for b, row in enumerate(self.rows) if b not in self._ended]
+    def places(self, rows: Sequence[Running]) -> list[int] | None:
+        """Where the device has these rows; None if it has not all of them, or others that have
+        not ended there by themselves."""
+        live = [(place, row) for place, row in enumerate(self.rows) if row not in self._ended]
+        if not rows or list(rows) != [row for _, row in live]:
+            return None
+        return [place for place, _ in live]
 
     def load(self, rows: Sequence[Running]) -> None:
         """The device is given these rows."""
         assert not self.unread, "land() first"
         self.rows, self._ended = list(rows), set()
 
-    def read(self, words: Sequence[Sequence[int]]) -> list[tuple[Running, Verdict]]:
-        """What a round came to, from the device's words [B, ...]."""
+    def move(self, places: Sequence[int]) -> None:
+        """Only the rows at these places are left there, from the next round on."""
+        self.rows = [self.rows[place] for place in places]
+
+    def read(
+        self, words: Sequence[Sequence[int]], rows: Sequence[Running]
+    ) -> list[tuple[Running, Verdict]]:
+        """What a round over `rows` came to, from the device's words [B, ...]."""
         verdicts = []
-        for place, (row, line) in enumerate(zip(self.rows, words, strict=False)):
+        for row, line in zip(rows, words, strict=False):
             emitted, finish = line[:2]
             if row.finish_reason is None and (emitted or finish):
                 verdicts.append((row, to_verdict(line)))
             if finish:
-                self._ended.add(place)
+                self._ended.add(row)
         return verdicts
 
     def land(self, logs: Sequence[Log], cursors: Sequence[Cursors]) -> None:

@@ -2,12 +2,13 @@
 """Rounds on a GPU: one CUDA graph per bucket of rows and nodes, replayed.
 
 A *free* round drafts, verifies, draws, accepts and moves the cursors on the device: the host
-starts the next one before it has read the last one's tokens (it is one round behind), and touches
-the device again only when rows join, or leave for reasons that the host alone knows.
+starts the next one before it has read the last one's tokens (it is one round behind). Where rows
+end, or rounds change their shape, the device rearranges what it has (`engine.moving`); the host
+loads it anew only when rows join, or leave for reasons that the host alone knows.
 
 A free round that does not draft leaves out the drafter: one that reads features is fed with many
-of them at once (`engine.resting`). A row that is alone stays where it is meanwhile, if its drafter
-can catch up with it there.
+of them at once (`engine.resting`). Its rows stay where they are meanwhile, if it can catch up with
+them there.
 
 A *driven* round gets its trees from the host: a drafter that runs there, or a row that draws with
 filters, penalties or reports, which only the host's acceptance knows. It is the same graph
@@ -19,7 +20,8 @@ one follows from its own parameters (rule I4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,29 +33,29 @@ from specla.drafters.base import (
     PatientDrafter,
     ResidentDrafter,
     Shape,
-    shapes,
 )
-from specla.engine.device_rows import BucketRound, fill_rows, is_device_row, new_bucket, new_pair
+from specla.engine.buckets import MAX_HISTORY, PLAIN, TAKES_IN, Buckets, Key, Tick, taking_in
+from specla.engine.device_rows import fill_rows, is_device_row
 from specla.engine.flight import Flight, to_verdict
+from specla.engine.moving import move
 from specla.engine.resting import Resting
 from specla.engine.running import Running
 from specla.errors import ConfigError
 from specla.models.base import KernelChoice, TargetModel
 from specla.models.features import Features
-from specla.ops.capture import captured
-from specla.ops.contract import DevicePlan, DeviceRound, RowArrays
+from specla.ops.contract import DevicePlan, DeviceRound
 from specla.sampling.accept import Verdict
-from specla.sampling.triton import Choices, accept, choose, new_choices
 from specla.state import State
 from specla.state.rounds import bucket
 from specla.topology.tree import DraftTree
 
-MAX_HISTORY = 1 << 16
-"""Tokens of a row that a device drafter can look back on."""
-PLAIN = Shape(1, 0)
-TAKES_IN = -1
-"""In place of a depth: a drafter takes in what was accepted, and that is all."""
-Tick = Callable[[int, int], None]
+
+class Launch(NamedTuple):
+    """A free round. rows: by place, as they were then."""
+
+    key: Key
+    depth: int
+    rows: Sequence[Running]
 
 
 class GraphRounds:
@@ -70,29 +72,20 @@ class GraphRounds:
         kernel: KernelChoice,
         width: Callable[[int, int], Shape] | None = None,
     ) -> None:
-        self._width = width
-        self._model, self._state, self._drafter = model, state, drafter
-        self._max_rows = bucket(state.pool.num_slots)
+        self._width, self._state, self._drafter = width, state, drafter
+        self._buckets = Buckets(model, state, drafter, kernel=kernel, chooses=width is not None)
+        self._resting: Resting | None = self._buckets.resting
         self._max_nodes = bucket(state.max_nodes)
-        self._kernel = kernel
-        model.reserve(self._max_rows * self._max_nodes)
-        self._choices: Choices = new_choices(
-            self._max_rows * self._max_nodes, model.info.vocab_size, state.device
-        )
-        self._buckets: dict[tuple[int, int], BucketRound] = {}
-        # By number of rows: on the device, and as the host fills them.
-        self._arrays: dict[int, tuple[RowArrays, RowArrays]] = {}
-        self._room = self._new_room()
-        self._resting = None if self._room is None else Resting(self._room, self._max_rows)
+        # Whether the drafter stays with the rows that the device has while it rests.
         self._stays = False
         self._flight = Flight()
         self.resting = False
         """A drafter of the host is not asked for now: rounds of one node need no host."""
         self.features: Features | None = None
         """Of the last driven round's nodes, until the next one."""
-        # Of the next launch, and of the last.
+        # Of the next launch; and the last.
         self._key, self._depth = (1, 1), 0
-        self._launched = self._key, self._depth
+        self._launched = Launch(self._key, 0, ())
         self.size, self.depth = (1, 1), 0
         """Rows and nodes, as padded, of the round that was read last; what it drafted to."""
         self._count = 0
@@ -113,62 +106,29 @@ class GraphRounds:
                 f"which its graphs were made; got {drafter.info.name}; make another engine"
             )
         if isinstance(drafter, ResidentDrafter):
-            for one in self._buckets.values():
-                one.graphs = {d: graph for d, graph in one.graphs.items() if not d}
+            self._buckets.drop()
         if isinstance(drafter, ResidentDrafter) or not isinstance(drafter, DeviceDrafter):
-            self._drafter = drafter
+            self._drafter = self._buckets.drafter = drafter
 
-    # ---- choosing between the two
+    def capture(self, tick: Tick | None = None) -> None:
+        """Make every graph there can be, so that no round has to."""
+        self._buckets.capture(tick)
 
     def is_free(self, rows: Sequence[Running]) -> bool:
         """Whether these rows' rounds need no host. The device may be a round ahead of it."""
         if not (isinstance(self._drafter, DeviceDrafter) or self.resting):
             return False
         longest = max((len(row.tokens) for row in rows), default=0) + self._max_nodes
-        fits = longest <= MAX_HISTORY or not self._looks_back
+        fits = longest <= MAX_HISTORY or not self._buckets.looks_back
         return fits and all(map(is_device_row, rows))
-
-    @property
-    def _looks_back(self) -> bool:
-        """Whether drafting on the device reads the rows' tokens."""
-        drafter = self._drafter
-        if isinstance(drafter, FeatureDrafter) or not isinstance(drafter, DeviceDrafter):
-            return False
-        return drafter.info.max_depth > 0
-
-    def capture(self, tick: Tick | None = None) -> None:
-        """Make every graph there can be, so that no round has to."""
-        sizes = [1 << i for i in range(self._max_rows.bit_length())]
-        wanted = [(b, shape) for b in sizes for shape in self._shapes()]
-        if self._width and isinstance(self._drafter, PatientDrafter):
-            wanted.append((1, Shape(1, TAKES_IN)))
-        for i, (b, shape) in enumerate(wanted):
-            self._graph(b, shape)
-            if tick:
-                tick(i + 1, len(wanted))
-
-    def _shapes(self) -> list[Shape]:
-        """Of all rounds that can come, driven ones too."""
-        nodes = [1 << i for i in range(self._max_nodes.bit_length())]
-        if not isinstance(self._drafter, DeviceDrafter):
-            return [Shape(n, 0) for n in nodes]
-        free = list(shapes(self._drafter, self._max_nodes)) if self._width else [self._widest]
-        return list(dict.fromkeys([*(Shape(shape.nodes, 0) for shape in free), *free]))
-
-    @property
-    def _widest(self) -> Shape:
-        assert isinstance(self._drafter, DeviceDrafter)
-        depth = self._drafter.depths(self._max_nodes)[-1]
-        return Shape(self._max_nodes, depth) if depth else PLAIN
 
     # ---- free rounds
 
     def advance(self, rows: Sequence[Running]) -> list[tuple[Running, Verdict]]:
         """Start a free round over `rows` and return what the one before it came to. Where the
-        rows have changed, or the shape to one that they must be loaded for, first only the
-        latter."""
+        device must be loaded for that, first only the latter."""
         shape = self._next_shape(rows)
-        if not self._flight.goes_on(rows) or not self._goes_on_in(shape):
+        if not self._goes_on(rows, shape):
             ended = self.settle()
             if ended or not rows:
                 return ended
@@ -178,38 +138,66 @@ class GraphRounds:
                 resident.enter([row.slot for row in rows])
         return self._launch()
 
-    def _goes_on_in(self, shape: Shape) -> bool:
-        """Take this shape, if the device can go on in it with the rows that it has: graphs over
-        one row's nodes have the same memory, those over several rows' only to other depths. A
-        drafter that reads features must be one that stays with its row while it rests."""
-        before, wanted = Shape(self._key[1], self._depth), (self._key[0], shape.nodes)
-        if shape != before:
-            alike = self._key[0] == 1 or shape.nodes == before.nodes
-            drafts = shape.depth and before.depth
-            goes = drafts or self._stays or not isinstance(self._drafter, FeatureDrafter)
-            if not (alike and goes and shape.depth in self._graphs_of(*wanted)):
+    def _goes_on(self, rows: Sequence[Running], shape: Shape) -> bool:
+        """Take these rows and this shape, if the device has them and can go on so."""
+        places = self._flight.places(rows)
+        if places is None:
+            return False
+        key = bucket(len(rows)), shape.nodes
+        if (key, shape.depth) != (self._key, self._depth):
+            if not (shape.depth in self._graphs_of(key) and self._may_move(key, shape.depth)):
                 return False
-            if self._stays and not drafts:
-                self._turn(shape)
-        self._key, self._depth = wanted, shape.depth
+            self._move(places, key, shape.depth)
+            self._key, self._depth = key, shape.depth
         return True
 
-    def _turn(self, shape: Shape) -> None:
-        """A drafter that stays with its row rests from here on, or no longer."""
+    def _may_move(self, key: Key, depth: int) -> bool:
+        """Whether the drafter can go along. One that reads features has its rows' last ones in
+        places that follow from the bucket, and must stay with its rows while it rests."""
+        if not isinstance(self._drafter, FeatureDrafter) or self._stays:
+            return True
+        drafts = bool(self._depth), bool(depth)
+        return drafts == (False, False) or (all(drafts) and self._key[0] == key[0] == 1)
+
+    def _move(self, places: Sequence[int], key: Key, depth: int) -> None:
+        """The rows at these places are to go on in another bucket, or to another depth. Whatever
+        was accepted last is taken in before other features are where its are; where a row is alone
+        they are always in one place."""
+        alone = self._key[0] == key[0] == 1
+        if self._stays:
+            assert isinstance(self._drafter, PatientDrafter)
+            if (self._depth or depth) and not (alone and depth):
+                self._take_in()
+            elif not self._depth and depth:
+                self._catch_up()
+            if not alone:
+                self._drafter.move(places)
+        if self._resting is not None:
+            if self._depth or depth:
+                self._resting.count = 0
+            elif not alone:
+                self._resting.move(places)
+        if not alone:
+            move(self._buckets[self._key], self._buckets[key], places)
+        self._flight.move(places)
+
+    def _take_in(self) -> None:
+        """Everything there is, by a launch of its own."""
+        if not self._depth:
+            self._catch_up()
+        self._buckets[taking_in(self._key)].graphs[TAKES_IN].replay()
+
+    def _catch_up(self) -> None:
+        """All that was missed but the last round, which is under way: the next launch takes it
+        in."""
         assert self._resting is not None
-        if shape.depth:
-            # The last round is under way: the next launch takes it in.
-            self._feed([], self._resting.count - 1)
-        else:
-            # What was accepted last, before other features are where its are.
-            self._buckets[1, 1].graphs[TAKES_IN].replay()
-        self._resting.count = 0
+        self._feed([], self._resting.count - 1)
 
     def _next_shape(self, rows: Sequence[Running]) -> Shape:
         if self.resting or not rows:
             return PLAIN
         fresh = sum(row.is_fresh for row in rows)
-        return self._width(len(rows), fresh) if self._width else self._widest
+        return self._width(len(rows), fresh) if self._width else self._buckets.widest
 
     @property
     def _resident(self) -> ResidentDrafter | None:
@@ -246,8 +234,8 @@ class GraphRounds:
     def _load(self, rows: Sequence[Running]) -> None:
         if self._resting is not None:
             self._resting.count = 0
-        self._stays = self._key[0] == 1 and TAKES_IN in self._graphs_of(1, 1)
-        self._graph(self._key[0], Shape(self._key[1], self._depth))
+        self._stays = TAKES_IN in self._graphs_of((1, 1))
+        self._buckets.make(self._key, self._depth)
         self._flight.load(rows)
         trees = [DraftTree.root(row.tokens[-1]) for row in rows]
         self._plan(rows, trees, self._key[1])
@@ -255,6 +243,7 @@ class GraphRounds:
 
     def _launch(self) -> list[tuple[Running, Verdict]]:
         last = self._launched
+        self._launched = Launch(self._key, self._depth, self._flight.rows)
         self._start()
         if self._resting is not None and not self._depth:
             self._resting.count += 1
@@ -269,17 +258,17 @@ class GraphRounds:
     def _start(self) -> None:
         """The next round, and its way back."""
         one, place = self._buckets[self._key], self._count % 2
-        self._launched = self._key, self._depth
         one.graphs[self._depth].replay()
         one.read[place].copy_(one.verdicts, non_blocking=True)
         self._events[place].record()
 
-    def _read(self, launched: tuple[tuple[int, int], int]) -> list[tuple[Running, Verdict]]:
-        """The round before the one that is counted next, of that size and depth."""
+    def _read(self, launched: Launch) -> list[tuple[Running, Verdict]]:
+        """The round before the one that is counted next."""
         place = (self._count - 1) % 2
         self._events[place].synchronize()
-        self.size, self.depth = launched
-        return self._flight.read(self._buckets[self.size].read[place].tolist())
+        self.size, self.depth = launched.key, launched.depth
+        words = self._buckets[launched.key].read[place].tolist()
+        return self._flight.read(words, launched.rows)
 
     def _land(self) -> None:
         """The device moved the cursors: the host's copies follow."""
@@ -293,6 +282,9 @@ class GraphRounds:
         one = self._buckets[self._key]
         assert one.features is not None
         return one.rnd, one.features
+
+    def _graphs_of(self, key: Key) -> Container[int]:
+        return self._buckets.graphs(key)
 
     def replay(self) -> Callable[[], None]:
         """The graph of the last free round, for measuring."""
@@ -313,9 +305,9 @@ class GraphRounds:
         self._state.check_round([row.slot for row in rows], trees)
         nodes = bucket(max(tree.num_nodes for tree in trees))
         if isinstance(self._drafter, DeviceDrafter) and not self._width:
-            nodes = self._widest.nodes  # the only size that `capture` has made
+            nodes = self._buckets.widest.nodes  # the only size that `capture` has made
         self.size = bucket(len(rows)), nodes
-        self._graph(self.size[0], Shape(nodes, 0))
+        self._buckets.make(self.size, 0)
         one = self._buckets[self.size]
         plan = self._plan(rows, trees, nodes)
         fill_rows(one, rows, history=False)
@@ -330,64 +322,6 @@ class GraphRounds:
             for row, line, path in zip(rows, words, paths, strict=False)
         ]
         return verdicts, one.logits, plan.offsets
-
-    # ---- graphs
-
-    def _graphs_of(self, num_rows: int, nodes: int) -> Iterable[int]:
-        """The depths of those that there are."""
-        return self._buckets[num_rows, nodes].graphs if (num_rows, nodes) in self._buckets else ()
-
-    def _graph(self, num_rows: int, shape: Shape) -> None:
-        key, depth = (num_rows, shape.nodes), shape.depth
-        if key not in self._buckets:
-            self._buckets[key] = self._new_round(*key)
-        one = self._buckets[key]
-        if depth in one.graphs:
-            return
-        # Idle rows: kernels compile and touch nothing.
-        one.rnd.num_nodes.zero_()
-        one.graphs[depth], _ = captured(lambda: self._launches(one, depth))
-
-    def _launches(self, one: BucketRound, depth: int) -> None:
-        if depth:
-            assert isinstance(self._drafter, DeviceDrafter)
-            self._drafter.launch(one.rows, one.rnd, one.features, depth=max(0, depth))
-        if depth == TAKES_IN:
-            return
-        plan = DevicePlan(one.rnd, (), self._kernel(*one.rnd.tokens.shape))
-        one.logits = self._model.verify(plan, self._state, one.features)
-        if self._resting is not None and not depth and one.rnd.tokens.shape[1] == 1:
-            self._resting.keep(one)
-        choose(one.logits, one.rows, one.rnd, self._choices)
-        accept(
-            self._choices, one.rows, one.rnd, one.verdicts,
-            fold_threshold=self._state.fold_threshold,
-        )  # fmt: skip
-
-    def _new_round(self, num_rows: int, num_nodes: int) -> BucketRound:
-        rnd = self._state.rounds.round(num_rows, num_nodes)
-        features = self._new_features(num_rows * num_nodes)
-        return new_bucket(rnd, self._rows_of(num_rows), features)
-
-    def _rows_of(self, num_rows: int) -> tuple[RowArrays, RowArrays]:
-        """On the device, and as the host fills them; every shape's are the same."""
-        if num_rows not in self._arrays:
-            history = MAX_HISTORY if self._looks_back else 1
-            self._arrays[num_rows] = new_pair(num_rows, history, self._state.device)
-        return self._arrays[num_rows]
-
-    def _new_room(self) -> Tensor | None:
-        """Where features are; one round's at a time."""
-        if not isinstance(self._drafter, FeatureDrafter):
-            return None
-        layers, most = len(self._drafter.feature_layers), self._max_rows * self._max_nodes
-        like = torch.zeros((), dtype=self._model.dtype, device=self._model.device)
-        return like.new_zeros(layers, most, self._model.info.hidden_size)
-
-    def _new_features(self, num_flat: int) -> Features | None:
-        if self._room is None or not isinstance(self._drafter, FeatureDrafter):
-            return None
-        return Features(self._drafter.feature_layers, self._room[:, :num_flat])
 
     def _plan(
         self, rows: Sequence[Running], trees: Sequence[DraftTree], num_nodes: int

@@ -72,12 +72,17 @@ class Resting:
 
     def catch_up(self, drafter: PatientDrafter, rows: Sequence[Running], count: int) -> None:
         """The same to one that stayed on the device. The last of the rounds is the last that the
-        rows know of; a row that the host has ended has no use for them."""
-        if not any(row.finish_reason for row in rows):
-            texts = [(place, row.tokens) for place, row in enumerate(rows)]
-            tokens = [list(x[len(x) - count :]) for _, x in texts]
-            drafter.catch_up(tokens, self._features(texts, count))
+        rows know of; a row that has ended has no use for them."""
+        texts = [(b, row.tokens) for b, row in enumerate(rows) if row.finish_reason is None]
+        tokens: list[Sequence[int]] = [()] * len(rows)
+        for place, text in texts:
+            tokens[place] = text[len(text) - count :]
+        drafter.catch_up(tokens, self._features(texts, count))
         self.count -= count
+
+    def move(self, places: Sequence[int]) -> None:
+        """Only the rows at these places are left, side by side."""
+        self.kept[:, :, : len(places)] = self.kept[:, :, ints(places, self.kept.device)]
 
     def _features(self, texts: Sequence[tuple[int, Sequence[int]]], count: int) -> Tensor:
         """[n, layers * D] of the rounds that texts end with, by place, end to end."""
