@@ -22,7 +22,6 @@ from torch import Tensor
 
 from specla.drafters.base import DraftRow
 from specla.drafters.eagle import EagleDrafter
-from specla.drafters.eagle_mixer import Cursor
 from specla.engine.engine import Engine
 from specla.models.base import TargetModel
 from specla.models.features import Features
@@ -52,12 +51,12 @@ class EagerLayer:
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self._drafter, self._info = drafter, drafter.info
-        self.load([], [])
+        self.load([])
 
     level_bytes = 0
 
-    def load(self, cursors: Sequence[Cursor], started: Sequence[bool]) -> None:
-        self._started, self._fed = list(started), [0] * len(started)
+    def load(self, rows: Sequence[Sequence[int]]) -> None:
+        self._started, self._fed = [bool(row[-1]) for row in rows], [0] * len(rows)
 
     def read(self, num_rows: int) -> list[list[int]]:
         """The eager drafter has moved its slots by itself; said as a device would."""
@@ -79,8 +78,9 @@ class EagerLayer:
             self._drafter.model.encode(*map(list, zip(*some, strict=True)), given)
         self._started = [bool(row) or self._started[b] for b, row in enumerate(tokens)]
 
-    def move(self, places: Sequence[int]) -> None:
-        self._started, self._fed = [self._started[b] for b in places], [0] * len(places)
+    def move(self, places: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        before = self._started
+        self.load([*([before[b]] for b in places), *rows])
 
     def __call__(self, arrays: RowArrays, rnd: DeviceRound, features: Tensor, depth: int) -> None:
         drafter, slots = self._drafter, rnd.slot.tolist()[: len(self._started)]

@@ -11,6 +11,7 @@ from copy import copy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -312,10 +313,15 @@ SEVERAL = [
 
 
 def several(
-    target: TargetModel, drafter: Drafter, shapes: Sequence[Shape], moves: bool, every: int = 1
+    target: TargetModel,
+    drafter: Drafter,
+    shapes: Sequence[Shape],
+    moves: bool,
+    every: int = 1,
+    apart: int = 0,
 ) -> tuple[int, list[DraftTree], int]:
-    """Rows that end one after another, in rounds of other shapes. Returns how many drafts were
-    accepted, the trees, and how often the device was loaded."""
+    """Rows that end one after another, in rounds of other shapes, and come so many steps apart.
+    Returns how many drafts were accepted, the trees, and how often the device was loaded."""
     engine, rounds = engine_with(target, drafter, "paying", slots=len(SEVERAL))
     engine.capture()
     model = rounds._buckets._model
@@ -325,7 +331,7 @@ def several(
     rounds._load = lambda rows: (loads.append(1), load(rows))[1]  # type: ignore[assignment, func-returns-value]
     if not moves:
         rounds._may_move = lambda *_: False  # type: ignore[method-assign]
-    run = go(engine, SEVERAL, every=0)
+    run = go(engine, SEVERAL, every=apart)
     assert run.outcomes() == {n: outcome(c) for n, c in plain(target, SEVERAL).items()}
     accepted = sum(one.speculation.accepted for one in run.completions.values())
     return accepted, model.trees, len(loads)  # type: ignore[attr-defined]
@@ -343,12 +349,13 @@ def check_moves(
 
 
 def watched(played: type) -> type:
-    """One that keeps what it was given: tokens and their features, by slot."""
+    """One that keeps what it was given: tokens and their features, by prompt."""
 
     class Watched(played):  # type: ignore[misc]
         def bind(self, *args: object, **named: object) -> None:
             super().bind(*args, **named)
-            self.given: dict[int, list[tuple[int, Tensor]]] = {}
+            self.given: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}
+            self.prompts: dict[int, tuple[int, ...]] = {}
             encode = self.model.encode
 
             def keep(
@@ -356,10 +363,15 @@ def watched(played: type) -> type:
             ) -> None:
                 flat = [(s, t) for s, row in zip(slots, tokens, strict=True) for t in row]
                 for (slot, token), row in zip(flat, features, strict=True):
-                    self.given.setdefault(slot, []).append((token, row.clone()))
+                    self.given[self.prompts[slot]].append((token, row.clone()))
                 encode(slots, tokens, features)
 
             self.model.encode = keep
+
+        def prefill(self, slot: int, tokens: Sequence[int], features: Tensor) -> None:
+            self.prompts[slot] = tuple(tokens)
+            self.given[self.prompts[slot]] = []
+            super().prefill(slot, tokens, features)
 
     return Watched
 
@@ -396,13 +408,45 @@ def test_several_rows_in_any_order_of_shapes(
         return made[-1]
 
     check_moves(target, new, shapes)
-    given = [one.given for one in made]  # type: ignore[attr-defined]
-    for slot in range(1, 1 + len(SEVERAL)):
-        moved, loaded = (one[slot] for one in given)
+    check_given(made)
+
+
+@pytest.mark.parametrize("apart", [1, 3, 7])
+@pytest.mark.parametrize("rests", [False, True])
+def test_rows_join_without_loading(
+    tmp_path: Path, target: TargetModel, rests: bool, apart: int
+) -> None:
+    """Those that are there go on where they were, and the new ones begin."""
+    import test_eagle_behind as eagle
+
+    path, made = eagle.folder(tmp_path, target), list[eagle.Played]()
+    shapes = [*SHAPES, SHAPES[1], SHAPES[1]] if rests else SHAPES[:1]
+    for moves in (True, False):
+        made.append(watched(eagle.Played)(path=path, **eagle.OPTIONS))
+        accepted, _, loads = several(target, made[-1], shapes, moves, 2, apart)
+        assert accepted > 0
+        # A row that has ended before the next one comes leaves nothing to go on with.
+        assert (loads <= 2) == moves
+    check_given(made)
+
+
+def check_given(made: Sequence[Any]) -> None:
+    """Two drafters were given the same tokens with the same features."""
+    one, other = (drafter.given for drafter in made)
+    assert len(one) == len(other) == len(SEVERAL)
+    for prompt in one:
         # What is left where a row ends is nobody's.
-        known = list(zip(moved, loaded, strict=False))
+        known = list(zip(one[prompt], other[prompt], strict=False))
         assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in known)
         assert len(known) > 2
+
+
+@pytest.mark.parametrize("apart", [1, 5])
+def test_rows_join_with_ngram(target: TargetModel, apart: int) -> None:
+    shapes = [SHAPES[i] for i in (0, 1, 3)]
+    runs = [several(target, drafters.build("ngram"), shapes, on, 2, apart) for on in (1, 0)]
+    assert runs[0][0] > 0
+    assert runs[0][2] <= 2 < runs[1][2]
 
 
 @pytest.mark.parametrize("every", [1, 4])

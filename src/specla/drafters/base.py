@@ -217,7 +217,8 @@ class PatientDrafter(ResidentDrafter, Protocol):
         to be taken in."""
         ...
 
-    def move(self, places: Sequence[int]) -> None:
-        """Only the rows at these places are left, side by side. Everything that they have emitted
-        was taken in, or is to be caught up with; without waiting for the device."""
+    def move(self, places: Sequence[int], joining: Sequence[int]) -> None:
+        """Only the rows at these places are left, side by side, and behind them those of these
+        slots, which come from their prompts. Everything that the others have emitted was taken
+        in, or is to be caught up with; without waiting for the device."""
         ...

@@ -141,8 +141,7 @@ class DeviceEagle(EagleDrafter):
         assert self._layer is not None, "bind() first"
         self._encode(slots)
         self._entered = list(slots)
-        cursors = [self._mixer.cursor(slot) for slot in slots]
-        self._layer.load(cursors, [slot in self._started for slot in slots])
+        self._layer.load(self._cursors(slots))
 
     @torch.inference_mode()
     def catch_up(self, tokens: Sequence[Sequence[int]], features: Tensor) -> None:
@@ -153,11 +152,16 @@ class DeviceEagle(EagleDrafter):
             self._layer.take_in(self._entered, None, rows, part)
 
     @torch.inference_mode()
-    def move(self, places: Sequence[int]) -> None:
+    def move(self, places: Sequence[int], joining: Sequence[int]) -> None:
         """See `PatientDrafter`."""
         assert self._layer is not None, "bind() first"
-        self._entered = [self._entered[place] for place in places]
-        self._layer.move(places)
+        assert not self._pending.keys() & set(joining), "what they have emitted is not taken in"
+        self._entered = [*(self._entered[place] for place in places), *joining]
+        self._layer.move(places, self._cursors(joining))
+
+    def _cursors(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
+        """As the host has them, and whether there is an output to grow from."""
+        return [(*self._mixer.cursor(slot), int(slot in self._started)) for slot in slots]
 
     @torch.inference_mode()
     def leave(self, slots: Sequence[int | None], rnd: DeviceRound, features: Features) -> None:

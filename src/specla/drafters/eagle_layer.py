@@ -57,24 +57,25 @@ class EagleLayer(Chain):
 
     # ---- the host's side
 
-    def load(self, cursors: Sequence[Cursor], started: Sequence[bool]) -> None:
-        """The rows that come, and whether there is an output."""
-        columns = torch.zeros(len(kernels.Cursors._fields), self._limits.rows, dtype=torch.int32)
-        values = [(*cursor, y) for cursor, y in zip(cursors, started, strict=True)]
-        if values:
-            columns[:4, : len(values)] = torch.tensor(values, dtype=torch.int32).t()
-        self._buffers.cursors.copy_(sent(columns, self._buffers.cursors.device))
+    def load(self, rows: Sequence[Sequence[int]]) -> None:
+        """The rows that come: cursors, and whether there is an output."""
+        self.move((), rows)
 
     def resume(self) -> None:
         """What the target's last round has accepted is to be taken in by the next launch."""
         self._buffers.cursors[4].fill_(1)
 
-    def move(self, places: Sequence[int]) -> None:
-        """Only the rows at these places are left; nothing of theirs waits to be encoded."""
-        cursors = self._buffers.cursors
-        left = cursors.index_select(1, ints(places, cursors.device))
-        cursors.zero_()
-        cursors[:4, : len(places)] = left[:4]
+    def move(self, places: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """Only the rows at these places are left, and behind them others that come. Nothing of
+        theirs waits to be encoded."""
+        cursors, count = self._buffers.cursors, len(places)
+        left = cursors[:4].index_select(1, ints(places, cursors.device)) if count else None
+        columns = torch.zeros(cursors.shape, dtype=torch.int32)
+        if rows:
+            columns[:4, count : count + len(rows)] = torch.tensor(rows, dtype=torch.int32).t()
+        cursors.copy_(sent(columns, cursors.device))
+        if left is not None:
+            cursors[:4, :count] = left
 
     def read(self, num_rows: int) -> list[list[int]]:
         """Cursors of the first rows: the fields of `Cursors`."""
@@ -122,7 +123,7 @@ class EagleLayer(Chain):
         at = [b * width + j for b, row in enumerate(tokens) for j in range(len(row))]
         room[:, ints(at, room.device)] = features.unflatten(-1, (len(room), -1)).transpose(0, 1)
         if cursors is not None:
-            self.load(cursors, [True] * len(cursors))
+            self.load([(*cursor, 1) for cursor in cursors])
         self.resume()
         launch()
 

@@ -17,7 +17,7 @@ from specla.drafters.base import (
     Shape,
     shapes,
 )
-from specla.engine.device_rows import BucketRound, new_bucket, new_pair
+from specla.engine.device_rows import BucketRound, new_bucket, new_rows
 from specla.engine.resting import Resting
 from specla.models.base import KernelChoice, TargetModel
 from specla.models.features import Features
@@ -58,8 +58,7 @@ class Buckets:
             self._max_rows * self.max_nodes, model.info.vocab_size, state.device
         )
         self._made: dict[Key, BucketRound] = {}
-        # By number of rows: on the device, and as the host fills them.
-        self._arrays: dict[int, tuple[RowArrays, RowArrays]] = {}
+        self._arrays: dict[int, RowArrays] = {}  # by number of rows
         self._room = self._new_room()
         self.resting = None if self._room is None else Resting(self._room, self._max_rows)
 
@@ -142,11 +141,11 @@ class Buckets:
         features = self._new_features(num_rows * num_nodes)
         return new_bucket(rnd, self._rows_of(num_rows), features)
 
-    def _rows_of(self, num_rows: int) -> tuple[RowArrays, RowArrays]:
-        """On the device, and as the host fills them; every shape's are the same."""
+    def _rows_of(self, num_rows: int) -> RowArrays:
+        """Every shape's are the same."""
         if num_rows not in self._arrays:
             history = MAX_HISTORY if self.looks_back else 1
-            self._arrays[num_rows] = new_pair(num_rows, history, self._state.device)
+            self._arrays[num_rows] = new_rows(num_rows, history, self._state.device)
         return self._arrays[num_rows]
 
     def _new_room(self) -> Tensor | None:

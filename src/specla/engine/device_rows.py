@@ -12,6 +12,7 @@ from torch import Tensor
 from specla.engine.running import Running
 from specla.models.features import Features
 from specla.ops.contract import DeviceRound, RowArrays
+from specla.ops.transfer import send
 from specla.sampling.filters import is_unfiltered
 from specla.sampling.triton import VERDICT_HEADER
 
@@ -22,12 +23,11 @@ MAX_REMAINING = 2**31 - 1
 
 @dataclass(slots=True)
 class BucketRound:
-    """One bucket: its graphs, by the depth that they draft to, and what they read and write. host,
-    read, read_path: pinned. features: of the round's nodes, where the drafter reads them."""
+    """One bucket: its graphs, by the depth that they draft to, and what they read and write. read,
+    read_path: pinned. features: of the round's nodes, where the drafter reads them."""
 
     rnd: DeviceRound
     rows: RowArrays
-    host: RowArrays
     verdicts: Tensor
     read: list[Tensor]
     read_path: Tensor
@@ -52,23 +52,14 @@ def new_rows(num_rows: int, history: int, device: torch.device) -> RowArrays:
     )
 
 
-def new_pair(num_rows: int, history: int, device: torch.device) -> tuple[RowArrays, RowArrays]:
-    """On the device, and pinned as the host fills them."""
-    rows = new_rows(num_rows, history, device)
-    return rows, RowArrays(*(torch.zeros_like(x, device="cpu").pin_memory() for x in rows))
-
-
-def new_bucket(
-    rnd: DeviceRound, rows: tuple[RowArrays, RowArrays], features: Features | None
-) -> BucketRound:
-    """Without graphs yet. rows: on the device, and as the host fills them."""
+def new_bucket(rnd: DeviceRound, rows: RowArrays, features: Features | None) -> BucketRound:
+    """Without graphs yet."""
     num_rows, num_nodes = rnd.tokens.shape
     words = num_rows, VERDICT_HEADER + num_nodes + 1
     verdicts = torch.zeros(words, dtype=torch.int32, device=rnd.tokens.device)
     return BucketRound(
         rnd=rnd,
-        rows=rows[0],
-        host=rows[1],
+        rows=rows,
         verdicts=verdicts,
         read=[torch.zeros(words, dtype=torch.int32).pin_memory() for _ in "ab"],
         read_path=torch.zeros(rnd.path.shape, dtype=torch.int32).pin_memory(),
@@ -83,8 +74,10 @@ def is_device_row(row: Running) -> bool:
     return is_unfiltered(row.request.params) and len(row.end_token_ids) <= MAX_ENDS
 
 
-def fill_rows(one: BucketRound, rows: Sequence[Running], *, history: bool) -> None:
-    """Through pinned memory, so that nothing waits for the device."""
+def fill_rows(
+    arrays: RowArrays, rows: Sequence[Running], *, first: int = 0, history: bool
+) -> None:
+    """These rows are at places `first`, `first` + 1, ... Nothing waits for the device."""
     ends = [sorted(row.end_token_ids)[:MAX_ENDS] for row in rows]
     values = {
         "seed": [(row.request.seed + 2**63) % 2**64 - 2**63 for row in rows],
@@ -94,12 +87,10 @@ def fill_rows(one: BucketRound, rows: Sequence[Running], *, history: bool) -> No
         "ends": [[*e, *[-1] * (MAX_ENDS - len(e))] for e in ends],
     }
     for name, column in values.items():
-        staged: Tensor = getattr(one.host, name)
-        staged[: len(rows)] = torch.tensor(column, dtype=staged.dtype)
-        getattr(one.rows, name).copy_(staged, non_blocking=True)
+        into: Tensor = getattr(arrays, name)[first : first + len(rows)]
+        send(torch.tensor(column, dtype=into.dtype), into)
     if history:
-        for row, device, staged in zip(rows, one.rows.history, one.host.history, strict=False):
-            tokens = torch.tensor(row.tokens[: staged.shape[0]], dtype=torch.int32)
+        for row, past in zip(rows, arrays.history[first:], strict=False):
+            tokens = torch.tensor(row.tokens[: past.shape[0]], dtype=past.dtype)
             # Row by row: a copy of part of a matrix would not stay in pinned memory.
-            staged[: len(tokens)] = tokens
-            device[: len(tokens)].copy_(staged[: len(tokens)], non_blocking=True)
+            send(tokens, past[: len(tokens)])

@@ -31,22 +31,23 @@ class Flight:
         self.unread = False
         self._ended: set[Running] = set()
 
-    def places(self, rows: Sequence[Running]) -> list[int] | None:
-        """Where the device has these rows; None if it has not all of them, or others that have
-        not ended there by themselves."""
-        live = [(place, row) for place, row in enumerate(self.rows) if row not in self._ended]
-        if not rows or list(rows) != [row for _, row in live]:
+    def places(self, rows: Sequence[Running]) -> tuple[list[int], list[Running]] | None:
+        """Where the device has those of these rows that it has, and the others, which join. None
+        if it has none of them, or one that has neither ended there by itself nor goes on."""
+        live = {row: place for place, row in enumerate(self.rows) if row not in self._ended}
+        if not live or not live.keys() <= set(rows):
             return None
-        return [place for place, _ in live]
+        return list(live.values()), [row for row in rows if row not in live]
 
     def load(self, rows: Sequence[Running]) -> None:
         """The device is given these rows."""
         assert not self.unread, "land() first"
         self.rows, self._ended = list(rows), set()
 
-    def move(self, places: Sequence[int]) -> None:
-        """Only the rows at these places are left there, from the next round on."""
-        self.rows = [self.rows[place] for place in places]
+    def move(self, places: Sequence[int], joining: Sequence[Running]) -> None:
+        """Only the rows at these places are left there from the next round on, and those that
+        join."""
+        self.rows = [*(self.rows[place] for place in places), *joining]
 
     def read(
         self, words: Sequence[Sequence[int]], rows: Sequence[Running]

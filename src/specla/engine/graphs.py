@@ -3,8 +3,8 @@
 
 A *free* round drafts, verifies, draws, accepts and moves the cursors on the device: the host
 starts the next one before it has read the last one's tokens (it is one round behind). Where rows
-end, or rounds change their shape, the device rearranges what it has (`engine.moving`); the host
-loads it anew only when rows join, or leave for reasons that the host alone knows.
+join or end, or rounds change their shape, the device rearranges what it has (`engine.moving`); the
+host loads it anew only when rows leave for reasons that it alone knows.
 
 A free round that does not draft leaves out the drafter: one that reads features is fed with many
 of them at once (`engine.resting`). Its rows stay where they are meanwhile, if it can catch up with
@@ -37,13 +37,13 @@ from specla.drafters.base import (
 from specla.engine.buckets import MAX_HISTORY, PLAIN, TAKES_IN, Buckets, Key, Tick, taking_in
 from specla.engine.device_rows import fill_rows, is_device_row
 from specla.engine.flight import Flight, to_verdict
-from specla.engine.moving import move
+from specla.engine.moving import clear, join, move
 from specla.engine.resting import Resting
 from specla.engine.running import Running
 from specla.errors import ConfigError
 from specla.models.base import KernelChoice, TargetModel
 from specla.models.features import Features
-from specla.ops.contract import DevicePlan, DeviceRound
+from specla.ops.contract import DeviceRound
 from specla.sampling.accept import Verdict
 from specla.state import State
 from specla.state.rounds import bucket
@@ -140,46 +140,53 @@ class GraphRounds:
 
     def _goes_on(self, rows: Sequence[Running], shape: Shape) -> bool:
         """Take these rows and this shape, if the device has them and can go on so."""
-        places = self._flight.places(rows)
-        if places is None:
+        found = self._flight.places(rows)
+        if found is None:
             return False
+        places, joining = found
         key = bucket(len(rows)), shape.nodes
-        if (key, shape.depth) != (self._key, self._depth):
-            if not (shape.depth in self._graphs_of(key) and self._may_move(key, shape.depth)):
+        if joining or (key, shape.depth) != (self._key, self._depth):
+            may = self._may_move(key, shape.depth, joining)
+            if not (may and shape.depth in self._graphs_of(key)):
                 return False
-            self._move(places, key, shape.depth)
+            self._move(places, joining, key, shape.depth)
             self._key, self._depth = key, shape.depth
         return True
 
-    def _may_move(self, key: Key, depth: int) -> bool:
+    def _may_move(self, key: Key, depth: int, joining: Sequence[Running]) -> bool:
         """Whether the drafter can go along. One that reads features has its rows' last ones in
         places that follow from the bucket, and must stay with its rows while it rests."""
         if not isinstance(self._drafter, FeatureDrafter) or self._stays:
             return True
-        drafts = bool(self._depth), bool(depth)
-        return drafts == (False, False) or (all(drafts) and self._key[0] == key[0] == 1)
+        drafts, alone = (bool(self._depth), bool(depth)), self._key[0] == key[0] == 1
+        return not joining and (not any(drafts) or (all(drafts) and alone))
 
-    def _move(self, places: Sequence[int], key: Key, depth: int) -> None:
-        """The rows at these places are to go on in another bucket, or to another depth. Whatever
-        was accepted last is taken in before other features are where its are; where a row is alone
-        they are always in one place."""
+    def _move(
+        self, places: Sequence[int], joining: Sequence[Running], key: Key, depth: int
+    ) -> None:
+        """The rows at these places are to go on in another bucket, or to another depth, and others
+        with them. Whatever was accepted last is taken in before other features are where its are;
+        where a row is alone they are always in one place."""
         alone = self._key[0] == key[0] == 1
+        rests = not (self._depth or depth or joining)
         if self._stays:
             assert isinstance(self._drafter, PatientDrafter)
-            if (self._depth or depth) and not (alone and depth):
+            if not rests and not (alone and depth):
                 self._take_in()
             elif not self._depth and depth:
                 self._catch_up()
             if not alone:
-                self._drafter.move(places)
+                self._drafter.move(places, [row.slot for row in joining])
         if self._resting is not None:
-            if self._depth or depth:
+            if not rests:
                 self._resting.count = 0
             elif not alone:
                 self._resting.move(places)
         if not alone:
             move(self._buckets[self._key], self._buckets[key], places)
-        self._flight.move(places)
+            if joining:
+                join(self._buckets[key], joining, self._state.logs, first=len(places))
+        self._flight.move(places, joining)
 
     def _take_in(self) -> None:
         """Everything there is, by a launch of its own."""
@@ -237,9 +244,8 @@ class GraphRounds:
         self._stays = TAKES_IN in self._graphs_of((1, 1))
         self._buckets.make(self._key, self._depth)
         self._flight.load(rows)
-        trees = [DraftTree.root(row.tokens[-1]) for row in rows]
-        self._plan(rows, trees, self._key[1])
-        fill_rows(self._buckets[self._key], rows, history=True)
+        clear(self._buckets[self._key])
+        join(self._buckets[self._key], rows, self._state.logs, first=0)
 
     def _launch(self) -> list[tuple[Running, Verdict]]:
         last = self._launched
@@ -309,8 +315,10 @@ class GraphRounds:
         self.size = bucket(len(rows)), nodes
         self._buckets.make(self.size, 0)
         one = self._buckets[self.size]
-        plan = self._plan(rows, trees, nodes)
-        fill_rows(one, rows, history=False)
+        slots = [row.slot for row in rows]
+        logs = [self._state.logs[slot] for slot in slots]
+        plan = self._state.rounds.plan(slots, logs, trees, num_nodes=nodes)
+        fill_rows(one.rows, rows, history=False)
         one.graphs[0].replay()
         self.features = one.features
         one.read[0].copy_(one.verdicts, non_blocking=True)
@@ -322,10 +330,3 @@ class GraphRounds:
             for row, line, path in zip(rows, words, paths, strict=False)
         ]
         return verdicts, one.logits, plan.offsets
-
-    def _plan(
-        self, rows: Sequence[Running], trees: Sequence[DraftTree], num_nodes: int
-    ) -> DevicePlan:
-        slots = [row.slot for row in rows]
-        logs = [self._state.logs[slot] for slot in slots]
-        return self._state.rounds.plan(slots, logs, trees, num_nodes=num_nodes)
