@@ -22,12 +22,15 @@ from specla.bench.studies.study import (
     measured,
     require_whole,
 )
+from specla.drafters.base import DeviceDrafter
 from specla.drafters.eagle import EagleDrafter
 from specla.drafters.eagle_config import expected_tensors
 from specla.errors import ConfigError
 
 KIND = "eagle:"
 MOST_LENGTH = 1 << 15
+ROOM = 256
+"""Tokens besides a prompt's and an answer's: a chat format's, and those of a round's nodes."""
 
 
 class Mixer:
@@ -36,24 +39,24 @@ class Mixer:
     name = "mixer"
     about = """\
 Two EAGLE drafters of equal size for one target, one with a gated delta rule, whose memory is
-constant, one with causal attention, whose memory grows with the text. Both draft whole trees
-(`min_survival=0`). Prompts are preceded by
-other prompts until they have `length` tokens, so that long texts are texts that the drafters were
-not trained on. slot_bytes: what a drafter keeps per sequence once the prompt is read. draft_us:
-per round for drafting from the host, re-encoding what was accepted included, and so the same way
-for both; what a round costs as it is run by default, which on a GPU may draft inside the round's
-graph, is `round_over_ar`. Intervals are 95 %, bootstrapped over prompts."""
+constant, one with causal attention, whose memory grows with the text, or on a GPU is there for the
+longest from the start. Both draft whole trees (`min_survival=0`). Prompts are preceded by other
+prompts until they have `length` tokens, so that long texts are texts that the drafters were not
+trained on. slot_bytes: what a drafter keeps per sequence once the prompt is read. draft_us: per
+round, where the host drafts, re-encoding what was accepted included; inside a round's graph it is
+part of the round (`round_over_ar`, which has both). Intervals are 95 %, bootstrapped over
+prompts."""
     factors: Mapping[str, tuple[Value, ...]] = {"length": (256, 2048, 8192)}
     centre: Mapping[str, Value] = {}
     drafters = (2, 2)
     prompts = 4
-    recorded = ("tau", "draft_us", "slot_bytes")
+    recorded = ("tau", "round_over_ar", "ratio", "draft_us", "slot_bytes")
     max_nodes = 16
 
     def measure(self, lab: Lab) -> Iterator[Measurement]:
         """Both take turns at every length; then their rounds are counted."""
         lengths = require_whole("length", lab.values["length"], 2, MOST_LENGTH)
-        subjects = _by_mixer(lab)
+        subjects = _by_mixer(lab, max(lengths) + lab.params.max_tokens + ROOM)
         for done, length in enumerate(lengths):
             prompts = [
                 Prompt(kind=ALL, text=lengthened(lab, i, length)) for i in range(len(lab.prompts))
@@ -65,7 +68,7 @@ graph, is `round_over_ar`. Intervals are 95 %, bootstrapped over prompts."""
         """tau, time and memory by length, and survival by depth."""
         figure, axes = plots.axes(4)
         lengths = plots.values(found, "length")
-        shown = {"tau": "tokens per round", "draft_us": "us of drafting per round",
+        shown = {"tau": "tokens per round", "round_over_ar": "a round, in plain ones",
                  "slot_bytes": "bytes per sequence"}  # fmt: skip
         for axis, (name, title) in zip(axes, shown.items(), strict=False):
             for mixer in plots.values(found, "mixer"):
@@ -84,8 +87,8 @@ graph, is `round_over_ar`. Intervals are 95 %, bootstrapped over prompts."""
         return figure
 
 
-def _by_mixer(lab: Lab) -> dict[str, Subject]:
-    """The drafters, loaded.
+def _by_mixer(lab: Lab, longest: int) -> dict[str, Subject]:
+    """The drafters, loaded, for texts of so many tokens.
 
     Raises:
         ConfigError: not an EAGLE drafter of each kind.
@@ -96,7 +99,7 @@ def _by_mixer(lab: Lab) -> dict[str, Subject]:
             raise ConfigError(f"--drafter must be eagle:FOLDER for this study, got {name!r}")
         # The host would cut what looks unlikely, a round's graph never does: one of these two may
         # be drafted there and the other here.
-        options = {"min_survival": 0}
+        options = {"min_survival": 0, "longest": longest}
         setting = Setting(drafter=name, options=options, max_nodes=lab.max_nodes)
         subject = lab.load(setting)
         found[_drafter(subject).config.mixer] = subject
@@ -137,10 +140,11 @@ def _measure(
     scores = lab.take_turns(subjects, prompts, until)
     for mixer, subject in subjects.items():
         drafter, before = _drafter(subject), _drafting(subject)
+        on_device = isinstance(drafter, DeviceDrafter)
         answers = counts.watched(subject, prompts, lab.params)
         figures: dict[str, Figure] = {
             **counts.figures(answers, drafter.info.max_depth),
-            "draft_us": _per_round(before, _drafting(subject)),
+            "draft_us": None if on_device else _per_round(before, _drafting(subject)),
             "slot_bytes": _slot_bytes(subject, prompts[0], lab),
             "parameters": sum(map(prod, expected_tensors(drafter.config).values())),
         }
