@@ -196,19 +196,25 @@ def test_the_memory_of_attention_grows_and_that_of_the_delta_rule_does_not(
 
 
 def test_batches_with_and_without_a_budget(measure: Any, tmp_path: Path) -> None:
-    flags = ["--drafter", "suffix", "--vary", "batch=2,5", "--max-tokens", "6", "--report"]
+    varied = ["--vary", "batch=2,5", "--vary", "waiting=0,1"]
+    flags = ["--drafter", "suffix", *varied, "--max-tokens", "6", "--report"]
     found = measure("batch", *flags, str(tmp_path))
-    assert [(m["at"]["batch"], m["at"].get("way")) for m in found] == [
-        *((2, way) for way in ("AR", "auto", "off")),
-        (5, None),
+    ways = "AR", "auto", "off"
+    assert [(m["at"]["batch"], m["at"]["waiting"], m["at"].get("way")) for m in found] == [
+        *((2, 0, way) for way in ways),
+        (5, 0, None),
+        *((2, 1, way) for way in ways),
+        (5, 1, None),
     ]
-    assert found[-1]["missing"] == "a batch of 5 needs as many prompts, 4 were given"
-    for one in found[:-1]:
+    missing = [m["missing"] for m in found if m["at"]["batch"] == 5]
+    assert missing == [f"{n} prompts are needed, 4 were given" for n in (5, 10)]
+    found = [m for m in found if m["at"]["batch"] == 2]
+    for one in found:
         assert one["figures"]["tokens"] == 4 * 6
         assert ("ratio" in one["figures"]) == (one["at"]["way"] != "AR")
         assert ("over_off" in one["figures"]) == (one["at"]["way"] == "auto")
     assert found[1]["figures"]["drafting"] is not None
-    assert "missing: a batch of 5" in (tmp_path / "README.md").read_text()
+    assert "missing: 5 prompts are needed" in (tmp_path / "README.md").read_text()
 
 
 def test_an_earlier_run_is_shown_and_recorded(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -42,13 +43,14 @@ class Batch:
 Throughput, prefill included, of so many prompts decoded together (of 8 prompts, one after another,
 where a batch is smaller): plain decoding, drafting with `--budget auto` and with `--budget off`,
 in turns, three times if there is time after one that is not timed; the median counts, and
-intervals are the least and the largest of the repeats. over_off: the budget's speed over that of
-drafting always. request_ratio: how many times sooner a request is done, counted from its first
-round to its last, on average over requests. Nothing waits behind a batch, so that its throughput
-is that of its slowest row: requests can be done sooner while the batch as a whole is not.
-drafting: rounds in which the budget let drafts through. Prices are `measured` only where `specla
-profile` has been run for this model here."""
-    factors: Mapping[str, tuple[Value, ...]] = {"batch": (1, 2, 4, 8, 16, 32, 64)}
+intervals are the least and the largest of the repeats. waiting: so many times as many prompts wait
+behind them, one of which begins wherever one ends, as in a server that is busy. over_off: the
+budget's speed over that of drafting always. request_ratio: how many times sooner a request is
+done, counted from its first round to its last, on average over requests. Where nothing waits
+behind a batch, its throughput is that of its slowest row: requests can be done sooner while the
+batch as a whole is not. drafting: rounds in which the budget let drafts through. Prices are
+`measured` only where `specla profile` has been run for this model here."""
+    factors: Mapping[str, tuple[Value, ...]] = {"batch": (1, 2, 4, 8, 16, 32, 64), "waiting": (0,)}
     centre: Mapping[str, Value] = {}
     drafters = (1, 1)
     prompts = None
@@ -58,37 +60,27 @@ profile` has been run for this model here."""
     def measure(self, lab: Lab) -> Iterator[Measurement]:
         """Small batches first; the three ways take turns."""
         sizes = require_whole("batch", lab.values["batch"], 1, 1024)
-        most = max(sizes)
-        subjects = {
-            AR: lab.load(Setting(max_slots=most)),
-            **{
-                budget: lab.load(
-                    Setting(
-                        drafter=lab.drafters[0],
-                        budget=budget,
-                        max_nodes=lab.max_nodes,
-                        max_slots=most,
-                    )
-                )
-                for budget in (AUTO, OFF)
-            },
-        }
-        for done, size in enumerate(sizes):
-            if size > len(lab.prompts):
-                why = f"a batch of {size} needs as many prompts, {len(lab.prompts)} were given"
-                yield Measurement(at={"batch": size}, figures={}, missing=why)
-                continue
-            yield from _measure(lab, subjects, size, lab.share(len(sizes) - done))
+        waits = require_whole("waiting", lab.values["waiting"], 0, 1024)
+        left = len(sizes) * len(waits)
+        for wait in waits:
+            # Prompts only wait where there is no slot for them.
+            for some in [[size] for size in sizes] if wait else [sizes]:
+                subjects = _ways(lab, max(some))
+                for size in some:
+                    yield from _measure(lab, subjects, size, wait, lab.share(left))
+                    left -= 1
 
     def draw(self, found: Sequence[Measurement]) -> Any:
         """Tokens per second, and speeds over plain decoding, of all and of a request."""
         figure, (speed, ratio, request) = plots.axes(3)
-        for way, colour in COLOURS.items():
-            line = [m for m in found if m.at["way"] == way]
-            name = way if way == AR else f"budget {way}"
-            plots.line(speed, line, "batch", "speed", label=name, color=colour)
-            plots.line(ratio, line, "batch", "ratio", label=name, color=colour, capsize=2)
-            plots.line(request, line, "batch", "request_ratio", label=name, color=colour)
+        waits = dict.fromkeys(m.at.get("waiting", 0) for m in found)
+        for (way, colour), (i, wait) in product(COLOURS.items(), enumerate(waits)):
+            line = [m for m in found if (m.at["way"], m.at.get("waiting", 0)) == (way, wait)]
+            style = {"color": colour, "linestyle": ("-", "--", ":", "-.")[i % 4]}
+            name = _named(way, wait)
+            plots.line(speed, line, "batch", "speed", label=name, **style)
+            plots.line(ratio, line, "batch", "ratio", label=name, capsize=2, **style)
+            plots.line(request, line, "batch", "request_ratio", label=name, **style)
         titles = {speed: "tokens/s", ratio: "speed over plain decoding",
                   request: "a request's, on average"}  # fmt: skip
         for axis in (ratio, request):
@@ -117,26 +109,51 @@ class _Pass:
         return sum(one.timing.decode_s for one in self.answers)
 
 
+def _ways(lab: Lab, slots: int) -> dict[str, Subject]:
+    """The target in each way, loaded."""
+    return {
+        AR: lab.load(Setting(max_slots=slots)),
+        **{
+            budget: lab.load(
+                Setting(
+                    drafter=lab.drafters[0],
+                    budget=budget,
+                    max_nodes=lab.max_nodes,
+                    max_slots=slots,
+                )
+            )
+            for budget in (AUTO, OFF)
+        },
+    }
+
+
 def _measure(
-    lab: Lab, subjects: Mapping[str, Subject], size: int, until: float
+    lab: Lab, subjects: Mapping[str, Subject], size: int, wait: int, until: float
 ) -> Iterator[Measurement]:
     """One size. Repeats after the first one only as long as there is time. What is not timed is a
     whole pass: graphs of a prompt's length are made when it first comes, kernels of some number of
     rows when it is reached."""
-    prompts = taken(lab.prompts, size)
+    asked = size * (1 + wait)
+    if asked > len(lab.prompts):
+        why = f"{asked} prompts are needed, {len(lab.prompts)} were given"
+        yield Measurement(at={"batch": size, "waiting": wait}, figures={}, missing=why)
+        return
+    prompts = taken(lab.prompts, asked)
     for subject in subjects.values():
-        _pass(subject, prompts, size, lab.params)
+        _pass(subject, prompts, asked, lab.params)
     passes: list[dict[str, _Pass]] = []
     while len(passes) < REPEATS and (not passes or time.monotonic() < until):
         passes.append(
-            {way: _pass(one, prompts, size, lab.params) for way, one in subjects.items()}
+            {way: _pass(one, prompts, asked, lab.params) for way, one in subjects.items()}
         )
         if lab.tick is not None:
             lab.tick(len(passes), REPEATS)
     for way, subject in subjects.items():
-        lab.kept.extend(_samples(way, size, prompts, passes[0][way].answers))
+        name = f"{_named(way, wait)}, batch of {size}"
+        lab.kept.extend(_samples(name, prompts, passes[0][way].answers))
         at: dict[str, str | Value] = {
             "batch": size,
+            "waiting": wait,
             "way": way,
             "drafter": subject.engine.drafter.info.name,
             "prices": passes[0][way].answers[0].speculation.costs,
@@ -151,11 +168,17 @@ def taken(prompts: Sequence[Prompt], size: int) -> list[str]:
     return [prompt.text for prompt in prompts[:count]]
 
 
-def _pass(subject: Subject, prompts: Sequence[str], size: int, params: SamplingParams) -> _Pass:
+def _named(way: str, wait: str | Value) -> str:
+    name = way if way == AR else f"budget {way}"
+    return f"{name}, {wait} times as many waiting" if wait else name
+
+
+def _pass(subject: Subject, prompts: Sequence[str], asked: int, params: SamplingParams) -> _Pass:
+    """asked: prompts that come at once."""
     began = time.perf_counter()
     answers: list[Completion] = []
-    for start in range(0, len(prompts), size):
-        answers += subject.answer(prompts[start : start + size], params)
+    for start in range(0, len(prompts), asked):
+        answers += subject.answer(prompts[start : start + asked], params)
     return _Pass(answers, time.perf_counter() - began)
 
 
@@ -199,14 +222,11 @@ def _drafting(answers: Sequence[Completion], rounds: int) -> float | None:
     return 1 - sum(without) / rounds if without and rounds else None
 
 
-def _samples(
-    way: str, size: int, prompts: Sequence[str], answers: Sequence[Completion]
-) -> list[Sample]:
+def _samples(name: str, prompts: Sequence[str], answers: Sequence[Completion]) -> list[Sample]:
     """To keep."""
-    name = way if way == AR else f"budget {way}"
     return [
         Sample(
-            method=f"{name}, batch of {size}",
+            method=name,
             prompt=Prompt(kind=ALL, text=text),
             completion=done,
             decode_s=done.timing.decode_s,
