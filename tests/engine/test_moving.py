@@ -196,3 +196,27 @@ def test_several_rows_are_moved_by_an_eagle_drafters_kernels(
         sizes["num_v_heads"] = 1
     path = eagle.folder(tmp_path, target, **sizes)
     check_moves(target, lambda: eagle.EagleDrafter(path=path, **eagle.OPTIONS), SHAPES, 4)
+
+
+def test_a_row_that_joins_does_not_keep_others_waiting(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next round is launched before the host waits for the new row's prompt; a row that comes
+    to an idle device has its clock started before its first round."""
+    done = list[str]()
+    monkeypatch.setattr(
+        "specla.engine.prompts.mark", lambda device: lambda: done.append("through its prompt")
+    )
+    engine, rounds = engine_with(target, drafters.build("ngram"), "off", slots=2)
+    engine.capture()
+    start = rounds._start
+    monkeypatch.setattr(rounds, "_start", lambda: (done.append("round"), start())[1])
+    for i in range(2):
+        engine.add(SEVERAL[i])
+        for _ in range(3):
+            engine.step()
+    assert done[:2] == ["through its prompt", "round"]
+    at = done.index("through its prompt", 1)
+    assert done[at - 1 : at + 2] == ["round", "through its prompt", "round"]
+    assert done.count("through its prompt") == 2
+    assert done[at - 2] == "round", "of the row that was there"

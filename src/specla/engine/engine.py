@@ -209,7 +209,10 @@ class Engine:
         if not rows:
             return []
         with self._dropping(rows):
-            self._prompts.start_decoding(rows)
+            # A device with rows of its own need not be idle until the host has seen to the new
+            # ones' clocks: their round is launched first.
+            if self._graphs is None or self._graphs.is_idle:
+                self._prompts.start_decoding(rows)
             if self._graphs is None:
                 return self._finish(rows, self._round(rows))
             with self.stats.phase("verify"):
@@ -217,6 +220,7 @@ class Engine:
                 self._graphs.resting = resting
                 free = self._graphs.is_free(rows)
                 ended = self._graphs.advance(rows) if free else self._graphs.settle()
+            self._prompts.start_decoding(rows)
             if free or ended:
                 if self.spending is not None:
                     shape = Shape(self._graphs.size[1], self._graphs.depth)

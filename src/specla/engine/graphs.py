@@ -122,6 +122,11 @@ class GraphRounds:
         fits = longest <= MAX_HISTORY or not self._buckets.looks_back
         return fits and all(map(is_device_row, rows))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the device has no rows."""
+        return not self._flight.rows
+
     # ---- free rounds
 
     def advance(self, rows: Sequence[Running]) -> list[tuple[Running, Verdict]]:

@@ -14,7 +14,7 @@ from specla.engine.scheduler import Scheduler
 from specla.engine.stats import EngineStats
 from specla.models.base import TargetModel
 from specla.models.features import Features
-from specla.ops.transfer import wait
+from specla.ops.transfer import mark
 from specla.state import State
 
 Dropping = Callable[[Sequence[Running]], AbstractContextManager[None]]
@@ -35,6 +35,8 @@ class Prompts:
     ) -> None:
         self._model, self._state, self._scheduler = model, state, scheduler
         self._stats, self._chunk = stats, chunk
+        # Waits for the last prompts that were launched; and since when they are under way.
+        self._through, self._began = mark(state.device), 0.0
 
     def advance(self, drafter: Drafter, features: Features | None, dropping: Dropping) -> None:
         """One chunk of every prompt that is not in the state yet, all but its last token.
@@ -46,6 +48,8 @@ class Prompts:
                     self._take_in(row, drafter, features)
                 if row.ready:
                     self._share(row, drafter)
+        if rows:
+            self._through, self._began = mark(self._state.device), time.perf_counter()
 
     def _take_in(self, row: Running, drafter: Drafter, features: Features | None) -> None:
         chunk = row.next_chunk(self._chunk)
@@ -63,15 +67,15 @@ class Prompts:
 
     def start_decoding(self, rows: Sequence[Running]) -> None:
         """The clock of new rows' rounds starts when the device is through their prompts, which so
-        far may only have been launched. They were on their way together, and share the time of
-        waiting by their tokens."""
+        far may only have been launched. They were on their way together, and share the time that
+        has gone by since by their tokens. Rounds may have been launched behind them."""
         new = [row for row in rows if row.decode_start is None]
         if not new:
             return
         with self._stats.phase("prefill"):
-            began = time.perf_counter()
-            wait(self._state.device)
-            waited = time.perf_counter() - began
+            self._through()
+        # Prompts of one token are none.
+        waited = time.perf_counter() - self._began if any(row.num_prefilled for row in new) else 0
         total = sum(len(row.prompt) for row in new)
         for row in new:
             row.seconds["prefill"] += waited * len(row.prompt) / total

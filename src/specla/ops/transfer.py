@@ -7,7 +7,7 @@ only takes its place behind what was launched before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ def ints(values: Sequence[int], device: torch.device) -> Tensor:
     return sent(torch.tensor(values, dtype=torch.int64), device)
 
 
-def wait(device: torch.device) -> None:
-    """Until `device` is through what was launched there; a CPU is."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def mark(device: torch.device) -> Callable[[], None]:
+    """Waits until `device` is through what has been launched there by now; a CPU is."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
