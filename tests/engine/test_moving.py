@@ -118,6 +118,19 @@ def test_several_rows_are_moved(
     check_moves(target, lambda: eagle.Played(path=path, **eagle.OPTIONS), shapes, every)
 
 
+def test_for_another_depth_nothing_is_moved(tmp_path: Path, target: TargetModel) -> None:
+    """Nor loaded, whatever the drafter: rows keep their bucket."""
+    import test_eagle_behind as eagle
+
+    path, depths = eagle.folder(tmp_path, target), [Shape(4, 3), Shape(4, 2)]
+    runs = [
+        several(target, eagle.Played(path=path, **eagle.OPTIONS), depths, moves)
+        for moves in (True, False)
+    ]
+    assert runs[0][:2] == runs[1][:2]
+    assert [run[2] for run in runs] == [1, 4], "5 rows, 4, 2, and 1"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_several_rows_in_any_order_of_shapes(
     tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch, seed: int

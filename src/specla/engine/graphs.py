@@ -151,10 +151,12 @@ class GraphRounds:
         places, joining = found
         key = bucket(len(rows)), shape.nodes
         if joining or (key, shape.depth) != (self._key, self._depth):
-            may = self._may_move(key, shape.depth, joining)
-            if not (may and shape.depth in self._graphs_of(key)):
+            if shape.depth not in self._graphs_of(key):
                 return False
-            self._move(places, joining, key, shape.depth)
+            if joining or key != self._key:  # else everything is where it is for another depth
+                if not self._may_move(key, shape.depth, joining):
+                    return False
+                self._move(places, joining, key, shape.depth)
             self._key, self._depth = key, shape.depth
         return True
 
