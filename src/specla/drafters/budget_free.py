@@ -3,10 +3,11 @@
 
 The host is a round behind there and never sees a tree, only how deep it was and how far its path
 went. So the choice is one shape for the whole batch, made for a stretch of rounds: going to
-another one costs something, loading the device anew where rows cannot be moved. It goes by how often paths went a step further, with
-what was not drafted counted as not gone; where none came so far yet the odds of the step before
-are continued. Wider trees go further, so each number of nodes has counts of its own. They
-start from, and fade to, those of all, with `WIDER` for what a width other than theirs is worth.
+another one costs something, loading the device anew where rows cannot be moved. It goes by how
+often paths went a step further, with what was not drafted counted as not gone; where none came so
+far yet the odds of the step before are continued. Wider trees go further, so each number of nodes
+has counts of its own. They start from, and fade to, those of all, with `WIDER` for what a width
+other than theirs is worth.
 
 The first shape is what pays best if the drafter is as good as its prior says, since a wide tree
 also shows most of what others would come to; stretches begin with two rounds and double.
@@ -52,9 +53,9 @@ WINDOW, DOUBTED = 128, 8.0
 # Of a step before anything was seen; in rounds, what that weighs, and at one size the estimate
 # for all.
 PRIOR_RATE, PRIOR_WEIGHT, SIZE_WEIGHT = 0.5, 4.0, 16.0
-# What is saved for a look besides its rounds, in AR steps: loading the device twice, and where rows
-# are the device's own, what they have missed. Moving them takes a tenth of that (ADR 0022), but
-# batches that drafts never pay for lose more by more looks: 0.975 instead of 0.980, played.
+# What is saved for a look besides its rounds, in AR steps: loading the device twice, and where
+# rows are the device's own, what they have missed. Moving them takes a tenth of that (ADR 0022),
+# but batches that drafts never pay for lose more by more looks: 0.975 instead of 0.980, played.
 LOADING, RESIDENT_LOADING = 1.0, 4.0
 # The same where a row is alone and stays where it is: a drafter takes in what was accepted last,
 # and catches up; rounds of a look there.
