@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 from engine_harness import Run, check_counts, drive, make_engine, plain, request, truth_of
 from engine_requests import EVERY, LOOP, WALK, build, mixed
 from hypothesis import given
@@ -195,12 +194,12 @@ def test_a_prompt_is_no_part_of_decoding_time(
     engine = make_engine(target)
     waits: list[int] = []
 
-    def wait(device: torch.device) -> None:
+    def wait() -> None:
         time.sleep(0.02)
         rows = engine.scheduler.ready()
         waits.append(sum(row.decode_start is None for row in rows))
 
-    monkeypatch.setattr("specla.engine.prompts.wait", wait)
+    monkeypatch.setattr("specla.engine.prompts.mark", lambda device: wait)
     for one in (request("loop", LOOP, max_tokens=12), request("walk", WALK, max_tokens=12)):
         engine.add(one)
     seen = [row for _ in range(4) for _ in engine.step() for row in engine.scheduler.ready()]

@@ -72,10 +72,10 @@ class Prompts:
         new = [row for row in rows if row.decode_start is None]
         if not new:
             return
-        with self._stats.phase("prefill"):
-            self._through()
+        self._through()
         # Prompts of one token are none.
         waited = time.perf_counter() - self._began if any(row.num_prefilled for row in new) else 0
+        self._stats.seconds["prefill"] += waited
         total = sum(len(row.prompt) for row in new)
         for row in new:
             row.seconds["prefill"] += waited * len(row.prompt) / total
