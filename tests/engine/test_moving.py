@@ -105,8 +105,7 @@ def watched(played: type) -> type:
     return Watched
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("rests", [False, True])
+@pytest.mark.parametrize(("rests", "every"), [(False, 1), (True, 3)])
 def test_several_rows_are_moved(
     tmp_path: Path, target: TargetModel, rests: bool, every: int
 ) -> None:
@@ -131,7 +130,7 @@ def test_for_another_depth_nothing_is_moved(tmp_path: Path, target: TargetModel)
     assert [run[2] for run in runs] == [1, 4], "5 rows, 4, 2, and 1"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [1, 3])
 def test_several_rows_in_any_order_of_shapes(
     tmp_path: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -153,8 +152,7 @@ def test_several_rows_in_any_order_of_shapes(
     check_given(made)
 
 
-@pytest.mark.parametrize("apart", [1, 3, 7])
-@pytest.mark.parametrize("rests", [False, True])
+@pytest.mark.parametrize(("rests", "apart"), [(True, 1), (False, 3), (True, 7)])
 def test_rows_join_without_loading(
     tmp_path: Path, target: TargetModel, rests: bool, apart: int
 ) -> None:
@@ -183,18 +181,16 @@ def check_given(made: Sequence[Any]) -> None:
         assert len(known) > 2
 
 
-@pytest.mark.parametrize("apart", [1, 5])
-def test_rows_join_with_ngram(target: TargetModel, apart: int) -> None:
+def test_rows_join_with_ngram(target: TargetModel) -> None:
     shapes = [SHAPES[i] for i in (0, 1, 3)]
-    runs = [several(target, drafters.build("ngram"), shapes, on, 2, apart) for on in (1, 0)]
+    runs = [several(target, drafters.build("ngram"), shapes, on, 2, 5) for on in (True, False)]
     assert runs[0][0] > 0
     assert runs[0][2] <= 2 < runs[1][2]
 
 
-@pytest.mark.parametrize("every", [1, 4])
-def test_several_rows_are_moved_with_ngram(target: TargetModel, every: int) -> None:
+def test_several_rows_are_moved_with_ngram(target: TargetModel) -> None:
     shapes = [SHAPES[i] for i in (0, 1, 3)]
-    check_moves(target, lambda: drafters.build("ngram"), shapes, every)
+    check_moves(target, lambda: drafters.build("ngram"), shapes, 2)
 
 
 @pytest.mark.slow
