@@ -111,6 +111,29 @@ def engine_with(
     return engine, rounds
 
 
+def by_launch(
+    model: TargetModel,
+    drafter: Drafter,
+    shapes: Sequence[Shape],
+    *,
+    every: int,
+    moves: bool,
+    slots: int,
+) -> tuple[Engine, ByLaunch, list[int], list[DraftTree]]:
+    """With every graph there, in rounds of these shapes by turns. moves: rows may be moved; else
+    they are loaded. Also its budget, an entry for every load, and the trees to come."""
+    engine, rounds = engine_with(model, drafter, "paying", slots)
+    engine.capture()
+    trees: list[DraftTree] = rounds._buckets._model.trees  # type: ignore[attr-defined]
+    trees.clear()
+    engine.spending.free = turns = ByLaunch(shapes, every)  # type: ignore[union-attr, assignment]
+    turns.rounds, load, loads = rounds, rounds._load, list[int]()
+    rounds._load = lambda rows: (loads.append(1), load(rows))[1]  # type: ignore[assignment, func-returns-value]
+    if not moves:
+        rounds._may_move = lambda *_: False  # type: ignore[method-assign]
+    return engine, turns, loads, trees
+
+
 def go(engine: Engine, requests: Sequence[Request], every: int = 3) -> Run:
     """every: steps between two requests; 0: all at once."""
     run, waiting = Run(), list(requests)

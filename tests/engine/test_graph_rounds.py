@@ -21,7 +21,7 @@ from specla.models.base import TargetModel
 from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
-from played import SHAPES, ByLaunch, engine_with, go, play
+from played import SHAPES, by_launch, engine_with, go, play
 
 from specla.ops.rows import INTERPRET
 
@@ -93,22 +93,16 @@ def alone(
 ) -> tuple[int, list[DraftTree]]:
     """One row in rounds of other shapes, with every graph there. Returns how many drafts were
     accepted, and the trees."""
-    engine, rounds = engine_with(target, drafter, "paying")
-    engine.capture()
-    model = rounds._buckets._model
-    model.trees.clear()  # type: ignore[attr-defined]
-    engine.spending.free = turns = ByLaunch(shapes, every)  # type: ignore[union-attr, assignment]
-    turns.rounds, load, loads = rounds, rounds._load, []
-    rounds._load = lambda rows: (loads.append(1), load(rows))[1]  # type: ignore[assignment, func-returns-value]
-    if not goes_on:
-        rounds._may_move = lambda *_: False  # type: ignore[method-assign]
+    engine, turns, loads, trees = by_launch(
+        target, drafter, shapes, every=every, moves=goes_on, slots=2
+    )
     one = request("loop", LOOP, seed=2, max_tokens=most)
     run = go(engine, [one])
     assert run.outcomes() == {n: outcome(c) for n, c in plain(target, [one]).items()}
     assert (len(loads) == 1) == goes_on
     assert {shape for shape, _ in turns.seen} == set(shapes)
     speculation = run.completions["loop"].speculation
-    return speculation.accepted, model.trees  # type: ignore[attr-defined]
+    return speculation.accepted, trees
 
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.slow)])

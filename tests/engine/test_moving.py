@@ -22,7 +22,7 @@ from specla.models.base import TargetModel
 from specla.topology.tree import DraftTree
 
 pytest.importorskip("triton")
-from played import SHAPES, ByLaunch, engine_with, go, play
+from played import SHAPES, by_launch, engine_with, go, play
 
 from specla.ops.rows import INTERPRET
 
@@ -51,19 +51,13 @@ def several(
 ) -> tuple[int, list[DraftTree], int]:
     """Rows that end one after another, in rounds of other shapes, and come so many steps apart.
     Returns how many drafts were accepted, the trees, and how often the device was loaded."""
-    engine, rounds = engine_with(target, drafter, "paying", slots=len(SEVERAL))
-    engine.capture()
-    model = rounds._buckets._model
-    model.trees.clear()  # type: ignore[attr-defined]
-    engine.spending.free = turns = ByLaunch(shapes, every)  # type: ignore[union-attr, assignment]
-    turns.rounds, load, loads = rounds, rounds._load, []
-    rounds._load = lambda rows: (loads.append(1), load(rows))[1]  # type: ignore[assignment, func-returns-value]
-    if not moves:
-        rounds._may_move = lambda *_: False  # type: ignore[method-assign]
+    engine, _, loads, trees = by_launch(
+        target, drafter, shapes, every=every, moves=moves, slots=len(SEVERAL)
+    )
     run = go(engine, SEVERAL, every=apart)
     assert run.outcomes() == {n: outcome(c) for n, c in plain(target, SEVERAL).items()}
     accepted = sum(one.speculation.accepted for one in run.completions.values())
-    return accepted, model.trees, len(loads)  # type: ignore[attr-defined]
+    return accepted, trees, len(loads)
 
 
 def check_moves(
