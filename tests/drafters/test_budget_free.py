@@ -64,10 +64,10 @@ def played_text(budget: FreeBudget, p: float, rounds: int, seed: int = 0, rows: 
     """Rounds of a text that begins with them, over `LEVELS`; the host is one round behind."""
     rng, run, before = random.Random(seed), Run(), list[tuple[list[int], Shape]]()
     for i in range(rounds):
-        shape = budget.width(rows, rows if i < 2 else 0)
+        shape = budget.width(range(rows), rows if i < 2 else 0)
         if len(before) == 2:
             reached, of = before.pop(0)
-            budget.observe(reached, [depth + 1 for depth in reached], of)
+            budget.observe(range(rows), reached, [depth + 1 for depth in reached], of)
         reached = [0] * rows
         for b in range(rows):
             while reached[b] < shape.depth and rng.random() < p:
@@ -77,7 +77,7 @@ def played_text(budget: FreeBudget, p: float, rounds: int, seed: int = 0, rows: 
         run.steps += steps_of(LEVELS, rows, shape)
         run.shapes.append(shape)
     for reached, of in before:
-        budget.observe(reached, [depth + 1 for depth in reached], of)
+        budget.observe(range(rows), reached, [depth + 1 for depth in reached], of)
     return run
 
 
@@ -90,7 +90,7 @@ def play(
 ) -> Run:
     rng, run = random.Random(seed), Run()
     for _ in range(rounds):
-        shape = budget.width(rows)
+        shape = budget.width(range(rows))
         odds = p if isinstance(p, float) else p(shape)
         reached = []
         for _ in range(rows):
@@ -98,7 +98,7 @@ def play(
             while depth < shape.depth and rng.random() < odds:
                 depth += 1
             reached.append(depth)
-        budget.observe(reached, [depth + 1 for depth in reached], shape)
+        budget.observe(range(rows), reached, [depth + 1 for depth in reached], shape)
         run.tokens += 1 + sum(reached) / rows
         run.steps += steps_of(costs, rows, shape)
         run.shapes.append(shape)
@@ -191,7 +191,7 @@ def test_a_first_text_begins_with_what_its_prior_pays_best() -> None:
     ideal = sum(0.9**i for i in range(7)) / steps_of(LEVELS, 1, Shape(16, 6))
     assert mean(run.tokens / run.steps for run in runs) >= 0.95 * ideal
     poor = FreeBudget(CHAINS, DEAR, prior=0.6)
-    assert poor.width(1, 1) == Shape(2, 1)
+    assert poor.width([0], 1) == Shape(2, 1)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])
@@ -257,7 +257,7 @@ def test_odds_are_of_paths_that_came_so_far() -> None:
     budget = FreeBudget(CHAINS, LIGHT)
     for _ in range(8):
         reached = [0] * 32 + [15] * 32
-        budget.observe(reached, [depth + 1 for depth in reached], Shape(16, 15))
+        budget.observe(range(64), reached, [depth + 1 for depth in reached], Shape(16, 15))
     survival = budget.survival(16)
     assert survival[0] == pytest.approx(0.5, abs=0.02)
     assert survival[14] == pytest.approx(0.5, abs=0.05)
@@ -300,7 +300,7 @@ def alone(budget: FreeBudget, p: Chance, tokens: int, seed: int, wider: float) -
     """Its `steps` are all there is; the host is one round behind."""
     rng, run, before = random.Random(seed), Run(), list[tuple[int, Shape]]()
     while run.tokens < tokens:
-        shape = budget.width(1, int(len(run.shapes) < 2))
+        shape = budget.width([0], int(len(run.shapes) < 2))
         reached = steps_gone(rng, p(int(run.tokens)), shape, wider, int(tokens - run.tokens) - 1)
         turns = bool(run.shapes) and (not shape.depth) != (not run.shapes[-1].depth)
         run.steps += (MICROSECONDS[shape] + TURN * turns) / STEP
@@ -309,9 +309,9 @@ def alone(budget: FreeBudget, p: Chance, tokens: int, seed: int, wider: float) -
         before.append((reached, shape))
         if len(before) == 2:
             reached, shape = before.pop(0)
-            budget.observe([reached], [reached + 1], shape)
+            budget.observe([0], [reached], [reached + 1], shape)
     for reached, shape in before:
-        budget.observe([reached], [reached + 1], shape)
+        budget.observe([0], [reached], [reached + 1], shape)
     return run
 
 
@@ -389,8 +389,8 @@ def test_texts_alone_with_a_dear_drafter(level: float, odds: float, least: float
     for seed in range(6):
         budget = FreeBudget(TREES, costs, prior=0.8, loading=RESIDENT_LOADING, alone=ALONE)
         for text in range(4):
-            budget.observe([], [], PLAIN)
-            budget.width(1, 1)
+            budget.observe([], [], [], PLAIN)
+            budget.width([0], 1)
             run = play(budget, costs, odds, 1, 60, seed=10 * seed + text)
             tokens, steps = tokens + run.tokens, steps + run.steps
         switches += budget.account.switches

@@ -205,12 +205,18 @@ class Turns:
 
     def __init__(self, shapes: Sequence[Shape], every: int) -> None:
         self._shapes, self._every, self.seen = shapes, every, list[tuple[Shape, int]]()
+        self.ended: list[int] = []
 
-    def width(self, rows: int, fresh: int = 0) -> Shape:
+    def width(self, rows: Sequence[int], fresh: int = 0) -> Shape:
         return self._shapes[len(self.seen) // self._every % len(self._shapes)]
 
-    def observe(self, reached: Sequence[int], emitted: Sequence[int], shape: Shape) -> None:
+    def observe(
+        self, slots: Sequence[int], reached: Sequence[int], emitted: Sequence[int], shape: Shape
+    ) -> None:
         self.seen.append((shape, max(reached)))
 
     def expected(self, depth: int) -> float:
         return 0.5 * depth
+
+    def reset(self, slot: int) -> None:
+        self.ended.append(slot)

@@ -156,5 +156,5 @@ class ByLaunch(Turns):
 
     rounds: GraphRounds
 
-    def width(self, rows: int, fresh: int = 0) -> Shape:
+    def width(self, rows: Sequence[int], fresh: int = 0) -> Shape:
         return self._shapes[self.rounds._count // self._every % len(self._shapes)]

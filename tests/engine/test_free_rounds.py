@@ -216,6 +216,7 @@ def test_another_number_of_nodes_changes_nothing(target: TargetModel, every: int
     assert run.outcomes() == {n: outcome(c) for n, c in plain(target, FREE).items()}
     assert {shape.nodes for shape, _ in turns.seen} == {1, 2, 4, 8}
     assert all(depth <= shape.depth for shape, depth in turns.seen)
+    assert len(turns.ended) == len(FREE)
     for one in run.completions.values():
         s = one.speculation
         assert s.budget is not None
@@ -227,7 +228,7 @@ def test_a_round_is_counted_as_what_it_was_launched_for(target: TargetModel) -> 
     """The budget may have decided anew, for as many nodes, before the host reads a round."""
 
     class Numbered(Turns):
-        def width(self, rows: int, fresh: int = 0) -> Shape:
+        def width(self, rows: Sequence[int], fresh: int = 0) -> Shape:
             self.asked = getattr(self, "asked", 0) + 1
             self.reason = self.detail = f"round {self.asked}"
             return super().width(rows, fresh)
@@ -288,7 +289,8 @@ def test_a_number_of_drafts_that_a_graph_cannot_have_is_refused(target: TargetMo
     with pytest.raises(ConfigError, match="one below a power of two, got 4; use 7"):
         Spending("4", drafters.build("ngram"), 16, prices, Decisions(), on_device=True)
     made = Spending("3", drafters.build("ngram"), 16, prices, Decisions(), on_device=True)
-    assert made.width(5) == (4, 3)
+    assert made.free is not None
+    assert made.free.width(range(5)) == (4, 3)
 
 
 def test_graphs_stay_with_their_kind_of_drafter(target: TargetModel) -> None:

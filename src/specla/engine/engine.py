@@ -158,10 +158,10 @@ class Engine:
             on_device=self._on_gpu and isinstance(self.drafter, DeviceDrafter),
         )  # fmt: skip
 
-    def _width(self, rows: int, fresh: int) -> Shape:
+    def _width(self, rows: Sequence[Running]) -> Shape:
         """Of the next round that drafts on the device, or might."""
         assert self.spending is not None
-        return self.spending.width(rows, fresh)
+        return self.spending.width(rows)
 
     def capture(self, tick: Callable[[int, int], None] | None = None) -> None:
         """On a GPU: make the graphs of every round size now. tick: (done, in all)."""

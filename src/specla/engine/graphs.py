@@ -60,8 +60,8 @@ class Launch(NamedTuple):
 
 class GraphRounds:
     """What an engine on a GPU calls instead of draft, verify, accept and commit. kernel: what
-    verifies the rounds of each bucket. width: the shape of the next free round over so many rows,
-    so many of them without output; None: as many nodes as a tree may have, as deep as it goes."""
+    verifies the rounds of each bucket. width: the shape of the next free round over these rows;
+    None: as many nodes as a tree may have, as deep as it goes."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GraphRounds:
         drafter: Drafter,
         *,
         kernel: KernelChoice,
-        width: Callable[[int, int], Shape] | None = None,
+        width: Callable[[Sequence[Running]], Shape] | None = None,
     ) -> None:
         self._width, self._state, self._drafter = width, state, drafter
         self._buckets = Buckets(model, state, drafter, kernel=kernel, chooses=width is not None)
@@ -210,8 +210,7 @@ class GraphRounds:
     def _next_shape(self, rows: Sequence[Running]) -> Shape:
         if self.resting or not rows:
             return PLAIN
-        fresh = sum(row.is_fresh for row in rows)
-        return self._width(len(rows), fresh) if self._width else self._buckets.widest
+        return self._width(rows) if self._width else self._buckets.widest
 
     @property
     def _resident(self) -> ResidentDrafter | None:

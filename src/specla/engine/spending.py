@@ -114,13 +114,16 @@ class Spending:
     def reset(self, slot: int) -> None:
         """Forget a row (rule I6)."""
         self.budget.reset(slot)
+        if self.free is not None:
+            self.free.reset(slot)
 
     # ---- rounds that draft on the device
 
-    def width(self, rows: int, fresh: int = 0) -> Shape:
-        """Of the next such round over so many rows. fresh: of those, rows that have no output."""
+    def width(self, rows: Sequence[Running]) -> Shape:
+        """Of the next such round over these rows."""
         assert self.free is not None
-        shape = self.free.width(rows, fresh)
+        fresh = sum(row.is_fresh for row in rows)
+        shape = self.free.width([row.slot for row in rows], fresh)
         forecast = tuple(self.free.expected(depth) for depth in range(shape.nodes))
         self._next = _Why(self.free.reason, self.free.detail, forecast)
         return shape
@@ -136,7 +139,8 @@ class Spending:
             self._rested(good)
             return
         emitted = [len(verdict.emitted) for _, verdict in good]
-        self.free.observe([verdict.num_accepted for _, verdict in good], emitted, shape)
+        reached = [verdict.num_accepted for _, verdict in good]
+        self.free.observe([row.slot for row, _ in good], reached, emitted, shape)
         for row, verdict in good:
             drafted, depth = verdict.num_drafted, verdict.offered_depth
             self._count(
