@@ -33,7 +33,7 @@ def test_rows_apart_have_the_harmonic_mean() -> None:
     rows = RowPaths()
     for _ in range(1000):
         rows.add([1, 2], [0, 4])
-    # Decayed over 64 rounds, 128 drafts are due from each: row 1 had none of them, row 2 all twice.
+    # Decayed over 64 rounds 128 drafts are due from each: row 1 had none, row 2 each twice.
     low, high = ROW_WEIGHT / (128 + ROW_WEIGHT), (256 + ROW_WEIGHT) / (128 + ROW_WEIGHT)
     expected = 2 / (1 / (1 + 2 * low) + 1 / (1 + 2 * high))
     assert rows.tokens([1, 2], 2.0, 4) == pytest.approx(expected, rel=1e-3)
@@ -58,7 +58,7 @@ def _alike(slots: Sequence[int], accepted: float, depth: int) -> float:
 
 
 def _speed(odds: Sequence[float], tokens: int, seed: int, *, apart: bool) -> tuple[float, float]:
-    """Texts that come at once, of so many tokens, over plain decoding until the last has ended, and
+    """Texts of so many tokens that come at once, over plain decoding until the last has ended and
     on average until each has. apart: the budget sees one row from another."""
     rng = random.Random(seed)
     budget = FreeBudget(SHAPES, COSTS, prior=0.8, loading=RESIDENT_LOADING, alone=ALONE)
