@@ -84,6 +84,22 @@ def test_every_method_answers_a_prompt_before_the_next_and_none_after_the_deadli
     assert [(s.method, s.prompt.text) for s in late] == [("a", "gsm8k 0"), ("b", "gsm8k 0")]
 
 
+@pytest.mark.parametrize(("deadline", "prompts"), [(11.9, 1), (12.0, 2), (18.0, 3)])
+def test_a_prompt_that_would_not_fit_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch, deadline: float, prompts: int
+) -> None:
+    clock = [0.0]
+
+    def run(text: str, params: SamplingParams) -> Completion:
+        clock[0] += 4.0
+        return answer(4, 2, 0.1)
+
+    monkeypatch.setattr(h.time, "monotonic", lambda: clock[0])
+    samples = h.take_turns([Method(name="a", run=run)], h.in_turn(SUITES), PARAMS, deadline)
+    assert len(samples) == prompts
+    assert clock[0] <= deadline
+
+
 def test_what_a_device_cannot_do_is_one_methods_failure() -> None:
     """Memory, in torch's words or in Triton's: minutes of the others' answers stay."""
     errors = pytest.importorskip("triton.runtime.errors")
