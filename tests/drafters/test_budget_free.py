@@ -17,8 +17,8 @@ from specla.drafters.budget import STAKE
 from specla.drafters.budget_free import (
     ALONE,
     LOADING,
+    MOVING,
     PLAIN,
-    RESIDENT_LOADING,
     RESUME_CREDIT,
     SWITCH_ON,
     Accounts,
@@ -181,7 +181,7 @@ TEXT = 60  # rounds
 
 def trained() -> FreeBudget:
     """Of a drafter that is taken for a good one, until it was seen."""
-    return FreeBudget(TREES, LEVELS, prior=0.8, loading=RESIDENT_LOADING)
+    return FreeBudget(TREES, LEVELS, prior=0.8, loading=MOVING)
 
 
 def test_a_first_text_begins_with_what_its_prior_pays_best() -> None:
@@ -326,7 +326,7 @@ def fixed_speed(shape: Shape, p: Chance, tokens: int, wider: float) -> float:
 
 
 def fresh() -> FreeBudget:
-    return FreeBudget(TREES, H200(), prior=0.8, loading=RESIDENT_LOADING, alone=ALONE)
+    return FreeBudget(TREES, H200(), prior=0.8, loading=MOVING, alone=ALONE)
 
 
 def speed_of(p: Chance, tokens: int, wider: float = 0.75) -> float:
@@ -387,7 +387,7 @@ def test_texts_alone_with_a_dear_drafter(level: float, odds: float, least: float
     costs = Stairs(fixed=900, each=10, draft=level, level=level)
     tokens = steps = switches = 0.0
     for seed in range(6):
-        budget = FreeBudget(TREES, costs, prior=0.8, loading=RESIDENT_LOADING, alone=ALONE)
+        budget = FreeBudget(TREES, costs, prior=0.8, loading=MOVING, alone=ALONE)
         for text in range(4):
             budget.observe([], [], [], PLAIN)
             budget.width([0], 1)

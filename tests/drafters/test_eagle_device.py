@@ -98,12 +98,15 @@ class Game:
         noise = torch.randn(len(self.features.layers), rows, self.width, generator=generator)
         return noise.to(self.target.device, self.target.dtype)
 
-    def load(self, slots: Sequence[int], num_nodes: int) -> tuple[DeviceRound, RowArrays]:
-        """The rows are on the device, one place more than there are rows."""
+    def load(
+        self, slots: Sequence[int], num_nodes: int, *, enter: bool = True
+    ) -> tuple[DeviceRound, RowArrays]:
+        """The rows are on the device, one place more than there are rows. enter: the drafter's."""
         trees = [DraftTree.root(self.texts[slot][-1]) for slot in slots]
         rnd = self.rounds.plan(slots, [self.logs] * len(slots), trees, num_nodes=num_nodes).round
         remaining = torch.full_like(rnd.slot, 50)
-        self.device.enter(slots)
+        if enter:
+            self.device.enter(slots)
         return rnd, RowArrays(*[remaining] * 6)
 
     def round(
@@ -174,13 +177,18 @@ class Game:
 
     def stay(self, slots: Sequence[int], rnd: DeviceRound, count: int) -> None:
         """So many rounds of one node that nothing was launched for; the last is to be taken in."""
+        kept = self.rested(slots, rnd, count)
+        tokens = [self.texts[slot][-count:-1] for slot in slots]
+        self.device.catch_up(tokens, torch.stack(kept[:-1], dim=1).flatten(0, 1))
+
+    def rested(self, slots: Sequence[int], rnd: DeviceRound, count: int) -> list[torch.Tensor]:
+        """So many rounds of one node that nothing was launched for: their features, by place."""
         kept = []
         for _ in range(count):
             self.accept(slots, rnd, [DraftTree.root(self.texts[slot][-1]) for slot in slots])
             at = [b * rnd.tokens.shape[1] for b in range(len(slots))]
             kept.append(self.features.rows(at).clone())
-        tokens = [self.texts[slot][-count:-1] for slot in slots]
-        self.device.catch_up(tokens, torch.stack(kept[:-1], dim=1).flatten(0, 1))
+        return kept
 
     def check_states(self, slots: Sequence[int]) -> None:
         """Both say the same about every row, now that both have encoded all of it."""

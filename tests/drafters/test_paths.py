@@ -11,7 +11,7 @@ import pytest
 from budget_world import Stairs
 
 from specla.drafters.base import Shape
-from specla.drafters.budget_free import ALONE, RESIDENT_LOADING, FreeBudget
+from specla.drafters.budget_free import ALONE, MOVING, FreeBudget
 from specla.drafters.paths import ROW_WEIGHT, Paths, RowPaths
 
 SHAPES = [Shape(*s) for s in ((2, 1), (4, 2), (4, 3), (8, 4), (8, 6), (16, 4), (16, 6))]
@@ -61,7 +61,7 @@ def _speed(odds: Sequence[float], tokens: int, seed: int, *, apart: bool) -> tup
     """Texts of so many tokens that come at once, over plain decoding until the last has ended and
     on average until each has. apart: the budget sees one row from another."""
     rng = random.Random(seed)
-    budget = FreeBudget(SHAPES, COSTS, prior=0.8, loading=RESIDENT_LOADING, alone=ALONE)
+    budget = FreeBudget(SHAPES, COSTS, prior=0.8, loading=MOVING, alone=ALONE)
     if not apart:
         budget._rows.tokens = _alike  # type: ignore[method-assign]
     left, clock, ended = [tokens] * len(odds), 0.0, list[float]()
@@ -103,3 +103,15 @@ def test_rows_alike_lose_nothing_by_it() -> None:
     odds = [0.8] * 8
     apart = mean(_speed(odds, 200, seed, apart=True)[0] for seed in range(8))
     assert apart >= 0.99 * mean(_speed(odds, 200, seed, apart=False)[0] for seed in range(8))
+
+
+def test_a_choice_for_few_rows_does_not_outlast_them() -> None:
+    """A stretch of rounds ends where more rows come, whose rounds have other prices."""
+    budget = FreeBudget(SHAPES, COSTS, prior=0.8, loading=MOVING, alone=ALONE)
+    for i in range(60):
+        shape = budget.width([0], int(i == 0))
+        budget.observe([0], [shape.depth], [shape.depth + 1], shape)
+    assert budget.width([0]) == Shape(16, 6)
+    many = budget.width(range(64), 63)
+    assert 1 < many.nodes < 16
+    assert budget.width(range(63)) == many

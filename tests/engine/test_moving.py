@@ -164,6 +164,24 @@ def test_rows_join_without_loading(
     check_given(made)
 
 
+def test_rows_join_those_that_rest_and_nothing_is_taken_in(
+    tmp_path: Path, target: TargetModel
+) -> None:
+    """What a drafter has missed waits until it is to draft, or until there is no more room."""
+    import test_eagle_behind as eagle
+
+    drafter = eagle.Played(path=eagle.folder(tmp_path, target), **eagle.OPTIONS)
+    engine, turns, loads, _ = by_launch(
+        target, drafter, SHAPES[1:2], every=1, moves=True, slots=len(SEVERAL)
+    )
+    told = list[int]()
+    drafter.catch_up = lambda tokens, features: told.append(len(features))  # type: ignore[method-assign]
+    turns.rounds._take_in = lambda: told.append(-1)  # type: ignore[method-assign]
+    run = go(engine, SEVERAL, every=2)
+    assert run.outcomes() == {n: outcome(c) for n, c in plain(target, SEVERAL).items()}
+    assert (len(loads), told) == (1, [])
+
+
 def check_given(made: Sequence[Any]) -> None:
     """Two drafters were given the same tokens with the same features."""
     one, other = (drafter.given for drafter in made)

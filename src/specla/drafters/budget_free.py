@@ -45,6 +45,7 @@ from specla.drafters.base import Shape
 from specla.drafters.budget import ALLOWANCE, STAKE
 from specla.drafters.choose import RoundCosts, least_acceptance
 from specla.drafters.paths import Paths, RowPaths
+from specla.state.rounds import bucket
 
 # The accounts, in AR steps: credit at the start, at most, and to be switched on again with; what
 # a text may have gained, at most; what is saved for looking, at most.
@@ -60,10 +61,11 @@ WINDOW, DOUBTED = 128, 8.0
 # Of a step before anything was seen; in rounds, what that weighs, and at one size the estimate
 # for all.
 PRIOR_RATE, PRIOR_WEIGHT, SIZE_WEIGHT = 0.5, 4.0, 16.0
-# What is saved for a look besides its rounds, in AR steps: loading the device twice, and where
-# rows are the device's own, what they have missed. Moving them takes a tenth of that (ADR 0022),
-# but batches that drafts never pay for lose more by more looks: 0.975 instead of 0.980, played.
-LOADING, RESIDENT_LOADING = 1.0, 4.0
+# What is saved for a look besides its rounds, in AR steps: loading the device twice, without and
+# with rows that a drafter keeps there; and where it moves them instead (ADR 0022), moving them
+# twice and what they have missed. That is 0.6 of 16 or 64 rows; played, 1.0 makes batches lose
+# 0.975 instead of 0.98 that drafts never pay for, and 4.0 finds out late that they do again.
+LOADING, RESIDENT_LOADING, MOVING = 1.0, 4.0, 1.5
 # The same where a row is alone and stays where it is: a drafter takes in what was accepted last,
 # and catches up; rounds of a look there.
 ALONE, LOOK_ALONE = 0.15, 3
@@ -168,6 +170,7 @@ class FreeBudget:
         self._doublings = {shape.nodes: _doublings(shape) for shape in self._shapes}
         self._mean_doublings = 0.0
         self._rows = RowPaths()
+        self._bucket = 0
         # Survival by number of nodes, at the last choice.
         self._survival: dict[int, list[float]] = {}
 
@@ -175,7 +178,10 @@ class FreeBudget:
         """Of the next round over the rows of these slots, of which `fresh` have no output yet."""
         self._meet(fresh, len(rows))
         dear = self.account.on and self.shape.depth and not self._affords(len(rows), self.shape)
-        if not self._fixed and (self._left <= 0 or dear):
+        # Other prices: what was chosen for a few rows may be far too much for many.
+        before, self._bucket = self._bucket, bucket(len(rows))
+        moved = self.account.on and before != self._bucket
+        if not self._fixed and (self._left <= 0 or dear or moved):
             self._decide(rows)
         return self.shape
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from specla.models.base import TargetModel
 from specla.models.features import Features
 from specla.models.gdn_fused import check_shape
 from specla.ops.contract import DeviceRound, RowArrays
+from specla.ops.transfer import ints
 from specla.state.rounds import bucket
 
 MAX_TOP_K = 8
@@ -234,9 +236,10 @@ class DeviceEagle(EagleDrafter):
 def _in_parts(
     tokens: Sequence[Sequence[int]], features: Tensor, most: int
 ) -> Iterator[tuple[list[Sequence[int]], Tensor]]:
-    """Up to `most` tokens of every row at a time. All rows have as many, or none."""
-    count = max(map(len, tokens))
-    parts = features.unflatten(0, (sum(map(bool, tokens)), count)) if count else features
-    for start in range(0, count, most):
-        end = min(start + most, count)
-        yield [row[start:end] for row in tokens], parts[:, start:end].flatten(0, 1)
+    """Up to `most` tokens of every row at a time, and their features, which come end to end."""
+    ends = list(accumulate(map(len, tokens)))
+    for start in range(0, max(map(len, tokens)), most):
+        rows = [row[start : start + most] for row in tokens]
+        first = [end - len(row) + start for end, row in zip(ends, tokens, strict=True)]
+        at = [i + j for i, row in zip(first, rows, strict=True) for j in range(len(row))]
+        yield rows, features if len(at) == len(features) else features[ints(at, features.device)]

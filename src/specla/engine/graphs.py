@@ -175,7 +175,7 @@ class GraphRounds:
         with them. Whatever was accepted last is taken in before other features are where its are;
         where a row is alone they are always in one place."""
         alone = self._key[0] == key[0] == 1
-        rests = not (self._depth or depth or joining)
+        rests = not (self._depth or depth)
         if self._stays:
             assert isinstance(self._drafter, PatientDrafter)
             if not rests and not (alone and depth):
@@ -186,9 +186,9 @@ class GraphRounds:
                 self._drafter.move(places, [row.slot for row in joining])
         if self._resting is not None:
             if not rests:
-                self._resting.count = 0
+                self._resting.begin()
             elif not alone:
-                self._resting.move(places)
+                self._resting.move(places, len(joining))
         if not alone:
             move(self._buckets[self._key], self._buckets[key], places)
             if joining:
@@ -246,7 +246,7 @@ class GraphRounds:
 
     def _load(self, rows: Sequence[Running]) -> None:
         if self._resting is not None:
-            self._resting.count = 0
+            self._resting.begin()
         self._stays = TAKES_IN in self._graphs_of((1, 1))
         self._buckets.make(self._key, self._depth)
         self._flight.load(rows)

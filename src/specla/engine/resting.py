@@ -37,6 +37,8 @@ class Resting:
         self.kept = like.new_zeros(self.most, layers, num_rows, width)
         self.count = 0
         """Rounds that the drafter has missed."""
+        # Of those, by place: how many were before the row joined. Rows of no entry: none.
+        self._before: list[int] = []
 
     @property
     def is_full(self) -> bool:
@@ -57,39 +59,52 @@ class Resting:
     ) -> None:
         """The first `count` rounds, which are forgotten, to a drafter of the host. rows: by place.
         ended: what the last of them came to, where the rows do not have it yet."""
+        assert not any(self._before), "rows only join those of a drafter that stays with them"
         last = {row.slot: verdict for row, verdict in ended if row.finish_reason is None}
-        seen, texts = list[Observation](), list[tuple[int, Sequence[int]]]()
+        seen, texts = list[Observation](), list[tuple[int, Sequence[int], int]]()
         for place, row in enumerate(rows):
             verdict = last.get(row.slot)
             gone = verdict is not None and verdict.finish is not None
             if count and row.finish_reason is None and not gone:
                 tokens = [*row.tokens, *(verdict.emitted if verdict else ())]
-                texts.append((place, tokens))
+                texts.append((place, tokens, count))
                 seen.append(_chain(row.slot, tokens[-count - 1 :]))
         if seen:
-            drafter.feed(seen, self._features(texts, count))
+            drafter.feed(seen, self._features(texts))
         self.count -= count
 
     def catch_up(self, drafter: PatientDrafter, rows: Sequence[Running], count: int) -> None:
         """The same to one that stayed on the device. The last of the rounds is the last that the
         rows know of; a row that has ended has no use for them."""
-        texts = [(b, row.tokens) for b, row in enumerate(rows) if row.finish_reason is None]
+        before = [*self._before, *[0] * (len(rows) - len(self._before))]
+        texts = [
+            (place, row.tokens, max(0, count - before[place]))
+            for place, row in enumerate(rows)
+            if row.finish_reason is None
+        ]
         tokens: list[Sequence[int]] = [()] * len(rows)
-        for place, text in texts:
-            tokens[place] = text[len(text) - count :]
-        drafter.catch_up(tokens, self._features(texts, count))
+        for place, text, missed in texts:
+            tokens[place] = text[len(text) - missed :]
+        drafter.catch_up(tokens, self._features(texts))
         self.count -= count
+        self._before = [max(0, rounds - count) for rounds in before]
 
-    def move(self, places: Sequence[int]) -> None:
-        """Only the rows at these places are left, side by side."""
+    def move(self, places: Sequence[int], joining: int) -> None:
+        """Only the rows at these places are left, side by side, and so many join them."""
+        before = [*self._before, *[0] * (max(places) + 1 - len(self._before))]
+        self._before = [*(before[place] for place in places), *[self.count] * joining]
         self.kept[:, :, : len(places)] = self.kept[:, :, ints(places, self.kept.device)]
 
-    def _features(self, texts: Sequence[tuple[int, Sequence[int]]], count: int) -> Tensor:
-        """[n, layers * D] of the rounds that texts end with, by place, end to end."""
+    def begin(self) -> None:
+        """Nothing was missed yet."""
+        self.count, self._before = 0, []
+
+    def _features(self, texts: Sequence[tuple[int, Sequence[int], int]]) -> Tensor:
+        """[n, layers * D] of the last rounds of texts, so many of each, by place, end to end."""
         _, layers, places, width = self.kept.shape
         at = [
             ((n - 1) % self.most * layers + layer) * places + place
-            for place, tokens in texts
+            for place, tokens, count in texts
             for n in range(len(tokens) - count, len(tokens))
             for layer in range(layers)
         ]

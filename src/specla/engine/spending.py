@@ -21,7 +21,7 @@ from specla.drafters.base import (
     shapes,
 )
 from specla.drafters.budget import Budget, Decision
-from specla.drafters.budget_free import ALONE, LOADING, RESIDENT_LOADING, FreeBudget
+from specla.drafters.budget_free import ALONE, LOADING, MOVING, RESIDENT_LOADING, FreeBudget
 from specla.drafters.survival import PRIORS, Prior
 from specla.engine.prices import Prices
 from specla.engine.running import Running
@@ -184,8 +184,8 @@ class Spending:
 
 
 def _free(fixed: int | None, drafter: Drafter, max_nodes: int, prices: Prices) -> FreeBudget:
-    resident = isinstance(drafter, ResidentDrafter)
-    stays = isinstance(drafter, PatientDrafter) or not isinstance(drafter, FeatureDrafter)
+    patient, resident = isinstance(drafter, PatientDrafter), isinstance(drafter, ResidentDrafter)
+    stays = patient or not isinstance(drafter, FeatureDrafter)
     assert isinstance(drafter, DeviceDrafter)
     if fixed is not None and bucket(fixed + 1) != fixed + 1:
         raise ConfigError(
@@ -196,7 +196,7 @@ def _free(fixed: int | None, drafter: Drafter, max_nodes: int, prices: Prices) -
         shapes(drafter, bucket(max_nodes)),
         prices,
         fixed=None if fixed is None else Shape(fixed + 1, drafter.depths(fixed + 1)[-1]),
-        loading=RESIDENT_LOADING if resident else LOADING,
+        loading=MOVING if patient else RESIDENT_LOADING if resident else LOADING,
         alone=ALONE if stays else None,
         prior=PRIORS.get(drafter.info.name, Prior()).rate,
     )
